@@ -1,4 +1,4 @@
-"""What does SafeAILab's EAGLE gain from the patches? Its own generation, patched drafter, whole patch, in one run.
+"""Compare SafeAILab's EAGLE with its patched drafter and with the whole patch, in one run.
 
     python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompt "Why is the sky blue?" \\
         --compare --print_output

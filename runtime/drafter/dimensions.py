@@ -150,7 +150,7 @@ class DrafterConfig:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether weights are FP8, and operands pairs of e4m3 numbers."""
+        """Tell if weights are FP8, and operands pairs of e4m3 numbers."""
         return self.weight_dtype != self.dtype
 
     @property

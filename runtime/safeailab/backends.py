@@ -176,7 +176,7 @@ def fused_draft_token_generation(
 
 
 class _Kept(dict[Any, Any]):
-    """What was built over a model, by its `_place`; copies and pickles of the model start empty."""
+    """Drafters built over a model, by its `_place`; copies and pickles of the model start empty."""
 
     def __reduce__(self) -> Any:
         return dict, ()

@@ -56,6 +56,11 @@ class Fault:
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
+    etag: other bytes come, under this ETag.
+    shift: the range begins so many bytes further on, and Content-Range says so.
+    as_whole: the range comes with status 200, as if it were all of the file.
+    total: of the file, as Content-Range names it.
+    times: so often; None for always.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -64,18 +69,21 @@ class Fault:
     answer: these bytes, or this value as JSON, with status 200.
     status: this status and no content.
 
-    times: so many requests go wrong; None: all.
-    without: headers that answers for files lack.
+    without: headers that answers about a file lack.
     """
 
     break_after: int | None = None
     ignore_range: bool = False
     extra_bytes: int = 0
+    etag: str | None = None
+    shift: int = 0
+    as_whole: bool = False
+    total: int | None = None
+    times: int | None = None
     unanswered: bool = False
     silent: bool = False
     answer: Any = None
     status: int | None = None
-    times: int | None = None
     without: tuple[str, ...] = ()
 
     @property
@@ -155,11 +163,14 @@ class HubServer:
         return self.repos[kind, repo_id]
 
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
-        for suffix, fault in self._faults:
-            if name.endswith(suffix) and fault.is_early is is_early and fault.times != 0:
-                fault.times = None if fault.times is None else fault.times - 1
-                return fault
-        return None
+        matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
+        found = next((fault for fault in matching if fault.times != 0), None)
+        if found is not None and found.times is not None:
+            found.times -= 1
+        return found
+
+    def headers_without(self, name: str) -> tuple[str, ...]:
+        return next((fault.without for suffix, fault in self._faults if name.endswith(suffix)), ())
 
     def _add(
         self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
@@ -334,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
         etag = f'"{digest_of(content)}"'
-        for header in (self.hub.fault_for(name) or Fault()).without:
+        for header in self.hub.headers_without(name):
             headers.pop(header, None)
             etag = "" if header == "ETag" else etag
         if not name.endswith(_LFS_SUFFIXES):
@@ -358,7 +369,13 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and not fault.ignore_range:
             start, status = int(asked[1]), 206
             end = min(len(content), int(asked[2]) + 1) if asked[2] else len(content)
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+            start, end = start + fault.shift, end + fault.shift
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{fault.total or len(content)}"
+        if fault.etag is not None:
+            content, headers["ETag"] = content[::-1], f'"{fault.etag}"'
+        if fault.as_whole:
+            status = 200
+            del headers["Content-Range"]
         body = content[start:end] + b"\0" * fault.extra_bytes
         self.send(status, body, headers, fault.break_after)
 

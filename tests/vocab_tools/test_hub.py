@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.vocab_tools.hub import HubError, find_snapshot, plain
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, find_snapshot, plain
+from eagle_slim.vocab_tools.target import read_target
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from huggingface_hub import constants
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises_hub_error
+from support.tokenizers import smollm2
 
 REPO, API = "org/model", "/api/models/org/model"
 FILES = {"config.json": b"{}", "model.safetensors": b"never fetched"}
@@ -88,3 +92,28 @@ def test_no_secret_of_an_address_is_told(hub: HubServer, monkeypatch: pytest.Mon
         assert "word" not in str(caught.value)
         assert "127.0.0.1" in str(caught.value)
     assert plain("at 'https://a:b@c/d?e=f' and hf://datasets/g@h.") == "at 'https://c/d' and hf://datasets/g@h"
+
+
+def test_the_built_in_target_is_known_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = smollm2()
+    with HubServer() as empty, connected(empty, tmp_path / "home", offline=True):
+        assert load_tokenizer(BUILT_IN_TARGET).tokenizer_hash == expected.tokenizer_hash
+        assert load_tokenizer(BUILT_IN_TARGET, offline=True).chat_template_hash == expected.chat_template_hash
+        assert read_target(BUILT_IN_TARGET).vocab_size == 49152
+        assert "using the built-in copy" in capsys.readouterr().err
+        for other in (("org/other", None), (BUILT_IN_TARGET, "v2")):
+            with pytest.raises(TokenizerError, match="not in the cache"):
+                load_tokenizer(*other)
+    with HubServer() as broken, connected(broken, tmp_path / "home"):
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        broken.inject("135M-Instruct", Fault(status=503))
+        assert load_tokenizer(BUILT_IN_TARGET).tokenizer_hash == expected.tokenizer_hash
+        # A Hub that answers has the last word.
+        broken.clear_faults()
+        with pytest.raises(TokenizerError, match="no such repository"):
+            load_tokenizer(BUILT_IN_TARGET)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(TokenizerError, match="eagle-generate --offline"):
+        load_tokenizer(BUILT_IN_TARGET, offline=True)
