@@ -51,7 +51,7 @@ class FloorProblem:
         return np.asarray(self.measured[:, chosen].sum(axis=1))
 
     def holds(self, chosen: NDArray[np.bool_]) -> bool:
-        """Whether a choice, bool [ids], holds all floors; sums of float64 shares are a few ulps off."""
+        """Report whether a choice, bool [ids], holds all floors; sums of float64 shares are a few ulps off."""
         return bool((self.reached(chosen) >= self.floors - _TOLERANCE).all())
 
     def choose(self, size: int) -> tuple[NDArray[np.bool_], float] | None:

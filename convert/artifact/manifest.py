@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from eagle_slim.vocab_tools.files import read_object
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab, checked_provenance
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
@@ -63,7 +63,7 @@ class Manifest:
         if self.rank_order_ids is None:
             return None
         provenance = self.vocabulary or {"method": "manifest"}
-        return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, provenance)
+        return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, checked_provenance(provenance))
 
     @property
     def num_uncounted(self) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
+from eagle_slim.vocab_tools.vocabulary import MAX_PADDING
 from numpy.typing import NDArray
 
 from .. import names
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def has_padding_of(rows: int, vocab: int) -> bool:
     """Tell whether `rows` may be a vocabulary of `vocab` ids, padded for the GPU or not."""
-    return vocab <= rows <= vocab + MOST_PADDING
+    return vocab <= rows <= vocab + MAX_PADDING
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home, read_object
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
+from eagle_slim.vocab_tools.vocabulary import MAX_PADDING
 
 from ..errors import MismatchError, SourceError
 from ..heads.draft_head import DraftHead, has_padding_of
@@ -143,7 +143,7 @@ def open_tokenizer(
         )
     surplus = int((tokenizer.real_ids >= target_vocab).sum())
     missing = target_vocab - tokenizer.vocab_size
-    if surplus > _MOST_SURPLUS or missing > max(MOST_PADDING, target_vocab // 20):
+    if surplus > _MOST_SURPLUS or missing > max(MAX_PADDING, target_vocab // 20):
         raise MismatchError(
             f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
             f"{target_vocab} rows.\n"
