@@ -445,6 +445,7 @@ def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: Attentio
     counting = CountingKernel(device)
     with (
         mock.patch.object(attention_kernels, "main_kernel", counting),
+        mock.patch.object(attention_kernels, "tail_kernel", mock.MagicMock()),
         mock.patch.object(attention, "attention_tiles", return_value=tiles),
     ):
         scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
