@@ -1,4 +1,4 @@
-"""How fast are our steps beside those of serving engines, on one card?
+"""Time our steps beside those of serving engines, on one card.
 
     python -m benchmarks.engines [--target-weights fp8] --out OURS                          # ours, on a GPU
     python -m benchmarks.engines --add OURS ... --lines LINES [--chart FILE.svg] --out ALL  # theirs beside ours

@@ -517,7 +517,7 @@ def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
     """
     if decoders[0][0].has_graphs:
         launch = mock.patch.object(
-            JITFunction, "__getitem__", lambda own, grid: partial(own.run, grid=grid, warmup=True)
+            JITFunction, "__getitem__", lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
         )
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
             for decoder, count in decoders:
@@ -540,15 +540,15 @@ def take_turns(
     runs: list[list[StepsRun]] = [[] for _ in decoders]
     numbers = [steps] * len(decoders) if isinstance(steps, int) else steps
     for turn in range(-1, rounds):
-        for decoder, own, number in zip(decoders, runs, numbers, strict=True):
+        for decoder, decoded, number in zip(decoders, runs, numbers, strict=True):
             fill(decoder, batch, prefix, max(turn, 0) * number)
             run = run_steps(decoder, batch, 2 if turn < 0 else number)
             if turn >= 0:
-                own.append(run)
+                decoded.append(run)
     found = []
-    for decoder, own in zip(decoders, runs, strict=True):
-        accepted = sum(run.tokens for run in own) / sum(run.passes for run in own)
-        step_ms = statistics.median(run.step_ms for run in own)
+    for decoder, decoded in zip(decoders, runs, strict=True):
+        accepted = sum(run.tokens for run in decoded) / sum(run.passes for run in decoded)
+        step_ms = statistics.median(run.step_ms for run in decoded)
         row = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": accepted * batch / step_ms * 1e3}
         if isinstance(decoder.steps.revise, DrawnVerdicts):
             drawn = float(decoder.steps.revise.drawn.double().mean())
@@ -583,8 +583,8 @@ def measure_partial(
     for option in options:
         drawn = [survivals(chance, option.num_tokens) for chance in chances]
         ahead, confirmed = model.partial_decoder(cache, tree, draft_vocab, option, lengths, drawn[0])
-        for chance, own in zip(chances, drawn, strict=True):
-            confirmed.survivals.copy_(torch.tensor(own))
+        for chance, lengths_ahead in zip(chances, drawn, strict=True):
+            confirmed.survivals.copy_(torch.tensor(lengths_ahead))
             numbers = [max(1, steps // 4), steps, max(1, steps // option.num_steps)]
             without, before, now = take_turns([plain, full, ahead], batch, prefix, numbers, rounds)
             yield base | {
