@@ -111,8 +111,8 @@ class Request:
         """Count the new tokens that the head could not draft, by target id."""
         if self.head is None:
             return {}
-        held = self.head.held_ids
-        return dict(Counter(token for token in self.token_ids if not held[token]))
+        in_vocab = self.head.in_vocab
+        return dict(Counter(token for token in self.token_ids if not in_vocab[token]))
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
         if token in self.eos_ids:

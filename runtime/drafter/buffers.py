@@ -183,7 +183,7 @@ class Buffers:
         if not self.num_new.is_inference():
             self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
 
-    def most_new_tokens(self) -> int:
+    def max_new_tokens(self) -> int:
         """Return the most new tokens of a sequence in the last `set_step`; 0 if ``num_new`` was written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0

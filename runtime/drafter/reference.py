@@ -96,8 +96,8 @@ class ReferenceDraft:
 
         frontier = torch.arange(top_k, device=tokens.device).expand(active, top_k)
         hidden = self.carry(output).expand(-1, top_k, -1)
-        own = torch.eye(top_k, dtype=torch.bool, device=tokens.device).expand(active, top_k, top_k)
-        ancestors = own  # [active, top_k, drafted so far]: what each frontier node attends to, itself included
+        itself = torch.eye(top_k, dtype=torch.bool, device=tokens.device).expand(active, top_k, top_k)
+        ancestors = itself  # [active, top_k, drafted so far]: what each frontier node attends to, itself included
         for _ in range(self.tree.depth):
             level_frontiers.append(frontier)
             output = self.level(hidden, tokens, ancestors)
@@ -112,7 +112,7 @@ class ReferenceDraft:
             tokens = children.gather(1, frontier)
             hidden = self.carry(output).gather(1, parent[..., None].expand_as(output))
             ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
-            ancestors = torch.cat((ancestors, own), 2)
+            ancestors = torch.cat((ancestors, itself), 2)
 
         candidates = join_levels(level_tokens, level_scores, level_frontiers, top_k)
         return build_tree(roots, candidates, self.tree)

@@ -126,11 +126,11 @@ class HeadWeights:
         return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
     @cached_property
-    def held_ids(self) -> bytes:
-        """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""
-        held = np.zeros(self.embedding.shape[0], dtype=np.uint8)
-        held[self.draft_to_target.cpu().numpy()] = 1
-        return held.tobytes()
+    def in_vocab(self) -> bytes:
+        """One byte for each target id, 1 where it is in the draft vocabulary. Waits for the device the first time."""
+        in_vocab = np.zeros(self.embedding.shape[0], dtype=np.uint8)
+        in_vocab[self.draft_to_target.cpu().numpy()] = 1
+        return in_vocab.tobytes()
 
     @property
     def device(self) -> torch.device:
@@ -153,9 +153,9 @@ def choose_draft_ids(
     Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
-    own = available if rank_order is None else np.sort(rank_order)
+    head_ids = available if rank_order is None else np.sort(rank_order)
     if draft_vocab is None:
-        return own
+        return head_ids
     if not isinstance(draft_vocab, int) or isinstance(draft_vocab, bool):
         ids = getattr(draft_vocab, "ascending_ids", None)
         if ids is None:
@@ -163,9 +163,9 @@ def choose_draft_ids(
         ids = np.asarray(ids, dtype=np.int64)
         check_available(ids, available)
         return ids
-    count = len(own)
+    count = len(head_ids)
     if draft_vocab == count:
-        return own
+        return head_ids
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
         trained = len(available)
@@ -199,9 +199,11 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
     """
     config, dtype, device = head.config, target.dtype, target.device
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
-    own = {"embed_tokens.weight", "lm_head.weight"}
+    apart = {"embed_tokens.weight", "lm_head.weight"}
     tensors = {
-        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype) for name in head.tensors if name not in own
+        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
+        for name in head.tensors
+        if name not in apart
     }
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
@@ -241,11 +243,12 @@ def _choose_embedding(head: DraftHead, target: TargetModel) -> Tensor:
     shared = target.embedding.detach()
     if "embed_tokens.weight" not in head.tensors:
         return shared
-    own = head.tensors.get("embed_tokens.weight").to(shared.device)
-    common = min(len(own), len(shared))
-    if own.shape[1] == shared.shape[1] and torch.equal(own[:common], shared[:common].to(own.dtype)):
+    embedding = head.tensors.get("embed_tokens.weight").to(shared.device)
+    common = min(len(embedding), len(shared))
+    same_width = embedding.shape[1] == shared.shape[1]
+    if same_width and torch.equal(embedding[:common], shared[:common].to(embedding.dtype)):
         return shared
-    return own.to(target.device, target.dtype)
+    return embedding.to(target.device, target.dtype)
 
 
 def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:

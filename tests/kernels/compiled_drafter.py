@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
+from eagle_slim.runtime.drafter.kernels.ancestor_attention import DraftCache
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
 from eagle_slim.runtime.drafter.launch import compile_options, kernel_constants
@@ -81,7 +81,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
             norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
             norm_heads=model, draft_vocab="i32", stride_embedding="i32",
         ),
-        "cache": KVCache(model, model, "i32", "i32"),
+        "cache": DraftCache(model, model, "i32", "i32"),
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
     }  # fmt: skip

@@ -182,9 +182,9 @@ def test_numpy_numbers_are_numbers() -> None:
 
 def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers) -> None:
     bufs.set_step([0, 2], [[1], [2, 3]], [0, 0])
-    assert bufs.most_new_tokens() == 2
+    assert bufs.max_new_tokens() == 2
     bufs.num_new.fill_(1)
-    assert bufs.most_new_tokens() == 0
+    assert bufs.max_new_tokens() == 0
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_rotate_append(
     for run in (pair_rows.rotate_append, pair_rows.rotate_append_ref):
         x, keys = qkv.clone(), torch.zeros(3, kv_heads, 10, head_dim, dtype=dtype, device=device)
         values = torch.zeros_like(keys)
-        run(x, bias, norms, 1e-6, angles.cos(), angles.sin(), positions, slots, kv_rows, keys, values)
+        run(x, bias, norms, 1e-6, (angles.cos(), angles.sin()), positions, slots, kv_rows, keys, values)
         results.append((x[:, : heads * head_dim], keys, values))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=OP_ATOL[dtype])

@@ -23,7 +23,7 @@ from .selection import (
     LOWEST_KEY,
     NO_INDEX,
     THREADS,
-    count_ahead,
+    count_greater,
     each_thread,
     key_index,
     key_value,
@@ -58,19 +58,21 @@ class Selection:
 
     @property
     def packed(self) -> bool:
-        """Whether nodes in use are brought together before they are selected from: some groups may have none."""
+        """Tell if nodes in use are brought together before they are selected from: some groups may have none."""
         return self.groups > 1
 
     @classmethod
     def of(cls, top_k: int, groups: int, block_m: int, num_programs: int) -> Selection:
         """Sizes for ``num_programs`` programs, which select from at most 16 lists of 16 places."""
         threads = int(THREADS.value)
-        return cls(top_k, places(top_k), groups, block_m, max(threads, triton.next_power_of_2(num_programs)), threads)
+        return cls(
+            top_k, list_size(top_k), groups, block_m, max(threads, triton.next_power_of_2(num_programs)), threads
+        )
 
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """How a program's LM-head rows are stored, and how they are read."""
+    """Layout of a program's LM-head rows, stored and read."""
 
     stored: int
     """Rows of one stored tile, a power of two; the last one may have fewer."""
@@ -91,7 +93,7 @@ class HeadTiles:
         return min(self.stored, self.tile.block_n)
 
 
-class HeadRows(NamedTuple):
+class ProgramRows(NamedTuple):
     """This program's rows of the LM head."""
 
     weight: Any
@@ -124,7 +126,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def scratch_place(row, column, BLOCK_N: tl.constexpr):
-    """Where a logit lies in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
+    """Find a logit's place in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
 
     So the LANES threads of each of 16 rows read 256 neighbours at a time.
     """
@@ -217,7 +219,7 @@ def stream_topk(
     x_row,  # int64 [block_m]: where each row of x starts
     mask_m,  # int1 [block_m]: rows in use
     nodes,  # `Nodes`: the same, counted
-    head,  # `HeadRows`
+    head,  # `ProgramRows`
     scratch_ptr,  # fp32 [block_m, block_n], this program's
     lists,  # `Lists` of this program
     SELECT: tl.constexpr,  # `Selection`
@@ -293,7 +295,7 @@ def merge_best(
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = shift + tl.log(tl.sum(sums * tl.exp(maxima - shift), axis=0))
 
-    rank = count_ahead(first, keys_ptr, num_lists, STRIDE_LIST, LIST_BATCH)
+    rank = count_greater(first, keys_ptr, num_lists, STRIDE_LIST, LIST_BATCH)
     tl.store(owner_ptr + rank, program, mask=mask & (rank < TOP_K))
     tl.debug_barrier()
     # Pair MAX_K * r + j is the j-th best of the program whose own best ranks r-th.
@@ -302,7 +304,7 @@ def merge_best(
     mask = pair // MAX_K < num_owners
     place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * STRIDE_LIST + pair % MAX_K
     key = tl.load(keys_ptr + place, mask=mask, other=LOWEST_KEY)
-    # As `count_ahead`, one owner's list after the other.
+    # As `count_greater`, one owner's list after the other.
     rank = tl.zeros([PAIRS], tl.int32)
     place = tl.arange(0, MAX_K)[:, None] + each_thread(PAIRS)[None, :]
     keys = tl.load(keys_ptr + tl.load(owner_ptr) * STRIDE_LIST + place)
@@ -316,7 +318,7 @@ def merge_best(
     return rank, key_value(key), key_index(key), lse
 
 
-def places(top_k: int) -> int:
+def list_size(top_k: int) -> int:
     """Return the places of a list of the ``top_k`` best: a power of two."""
     return max(2, int(triton.next_power_of_2(top_k)))
 
