@@ -159,10 +159,11 @@ class SpeculativeModel:
             raise UsageError("The head is opened already. Give its revision to open_head instead of head_revision.")
         opened = head if isinstance(head, OpenedHead) else open_head(head, revision=head_revision, offline=offline)
         if not isinstance(target, OpenedTarget):
-            target = opened.target_location(revision) if target is None else target
-            target = open_target(
-                target, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
+            location = opened.target_location(revision) if target is None else target
+            found = open_target(
+                location, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
             )
+            target = replace(found, name=opened.target_name) if target is None else found
         model: SpeculativeModel = pair(
             target,
             opened,
@@ -519,8 +520,8 @@ def pair(
         warnings.warn(warning, stacklevel=5)
     text_config = target.config.get_text_config()
     check_pairing(head.head, text_config, str(target))
-    if target.repository is not None:
-        head = replace(head, target_name=target.repository)
+    if target.name is not None:
+        head = replace(head, target_name=target.name)
     if head.head.target_vocab != text_config.vocab_size:
         # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
         head = replace(head, head=head.head.without_padding(int(text_config.vocab_size)))
