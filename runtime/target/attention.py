@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from eagle_slim.vocab_tools.compat import forget_attention
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
@@ -231,7 +232,7 @@ def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = Fals
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name stands for transformers' softmax attention; one with a slash is a repository of its kernels."""
+    """Report whether a name is transformers' softmax attention; one with a slash is a repository of its kernels."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     module = str(getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", ""))
@@ -251,11 +252,7 @@ def register(user: object) -> None:
 
 
 def _release(user: int) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     with _USERS_LOCK:
         _USERS.discard(user)
         if not _USERS:
-            # transformers has no function for it.
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                interface._global_mapping.pop(ATTENTION_NAME, None)
+            forget_attention(ATTENTION_NAME)
