@@ -39,7 +39,7 @@ from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention
-from eagle_slim.runtime.target.kernels.attention import AttentionTiles, tree_attention
+from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionTiles, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -376,9 +376,8 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
 
     def run() -> None:
         for keys, values in decoder.cache.layers:
-            target.ops(tree_attention)(
-                bufs.query, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
-            )
+            params = AttentionParams(target.scale)
+            target.ops(tree_attention)(bufs.query, keys, values, rows.attention, params, bufs.attended, bufs.scratch)
 
     return run
 

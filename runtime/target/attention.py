@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .cache import ForwardBuffers, KVCache, LayerShape, read_rows
-from .kernels.attention import masked_attention, tree_attention
+from .kernels.attention import AttentionParams, masked_attention, tree_attention
 from .kernels.tree_rows import ForwardRows
 
 ATTENTION_NAME = "eagle_slim_tree"
@@ -190,9 +190,8 @@ class CacheContext:
         places, heads, nodes, head_dim = query.shape
         flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim).to(keys.dtype)
         out = torch.empty_like(flat)
-        tree_attention(
-            flat, keys, values, self.rows.attention, scale, window, out, scratch, softcap=softcap, sinks=sinks
-        )
+        params = AttentionParams(scale, window, softcap, sinks)
+        tree_attention(flat, keys, values, self.rows.attention, params, out, scratch)
         return out.to(query.dtype).view(places, nodes, heads, head_dim).transpose(1, 2)
 
     @cached_property

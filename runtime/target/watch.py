@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from eagle_slim.vocab_tools.compat import CALLS, attention_name, global_hooks, tensor_state, unread_attributes
+from eagle_slim.vocab_tools.compat import (
+    CALLS,
+    attention_name,
+    global_hooks,
+    is_config,
+    tensor_state,
+    unread_attributes,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -133,11 +140,6 @@ class _Any:
 
 
 _ANY = _Any()
-
-
-def is_config(value: Any) -> bool:
-    """Report whether a value is a configuration that names an attention function."""
-    return hasattr(value, "_attn_implementation") and not isinstance(value, (nn.Module, type))
 
 
 def _state(tensor: Any) -> Any:
