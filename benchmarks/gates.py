@@ -1,4 +1,4 @@
-"""Has anything become slower, and does drafting still beat plain decoding where it has to?
+"""Fail where something became slower, or drafting no longer beats plain decoding where it has to.
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
@@ -43,7 +43,7 @@ from benchmarks.shared.decoding import (
     compile_ahead,
     draft_bytes,
     filled_phases,
-    measure_ahead,
+    measure_partial,
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
@@ -92,9 +92,9 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
     for phase in filled_phases(decoder, 1, prefix):
         phase.run()
     attentions = {f"attention at {n}": as_graph(attention_of_layers(decoder, n)) for n in prefixes}
-    assert decoder.drafter is not None
+    assert decoder.drafts.drafter is not None
     num_bytes = {
-        "draft": draft_bytes(decoder.drafter.cfg, [prefix]),
+        "draft": draft_bytes(decoder.drafts.drafter.cfg, [prefix]),
         "verify": model.weight_bytes + model.kv_bytes(prefix),
         "accept": micro["nodes"] * model.dims.vocab * element,
         "commit": 2 * (model.kv_bytes(accepted) + accepted * model.target.feature_width * element),
@@ -106,8 +106,8 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
         turns = [
             (time_queued_us(run, device, times), time_queued_us(copies[name], device, times)) for _ in range(samples)
         ]
-        own, copied = zip(*turns, strict=True)
-        return float(statistics.median(own) / statistics.median(copied))
+        timed, copied = zip(*turns, strict=True)
+        return float(statistics.median(timed) / statistics.median(copied))
 
     while True:
         found = {}
@@ -144,7 +144,7 @@ def measure_full(
     if gate["partial_blocks"]:
         option = PartialVerification("exact", gate["partial_blocks"])
         chances, accepted = [gate["survival"]] * times, gate["accepted_length"]
-        for row in measure_ahead(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
+        for row in measure_partial(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
             yield [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
         return
     cache = model.new_cache(sequences, prefix + steps * tree.path_width + tree.total_tokens + 1)

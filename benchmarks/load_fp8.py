@@ -1,4 +1,4 @@
-"""How long does a target's way from its files into FP8 on a GPU take, and how much memory?
+"""Time a target's way from its files into FP8 on a GPU, and measure its memory.
 
     python -m benchmarks.load_fp8 --dims llama-3.3-70b [--published] [--out FILE]
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims
-from eagle_slim.runtime.loading import choose_form, load_target, load_target_config
+from eagle_slim.runtime.opening.target_files import choose_form, load_target, load_target_config
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD
 from eagle_slim.runtime.target.fp8_loading import load_fp8
 from eagle_slim.runtime.target.wrapper import TargetModel

@@ -2,10 +2,11 @@
 
     python -m benchmarks.partial [--prefixes 128000] [--batch 1] [--nodes 16 60] [--out FILE]
 
-Random weights of known dimensions, on a GPU. Rows: whole generation at drawn accepted lengths, full passes in turn with
-steps that run ahead, for each number of blocks; of the tokens ahead as many are confirmed as ``--survival`` says, the
-chance of a token once those before it are. ``ratio`` is over full passes with the same tree, ``over_fastest`` over the
-fastest full passes after as many tokens; ``is_length_met``: ``--accepted`` was reached. On a text of yours,
+Random weights of known dimensions, on a GPU. Rows: whole generation at drawn accepted lengths, plain decoding, full
+passes and partial verification in turn, for each number of blocks; of the tokens of partial passes as many are
+confirmed as ``--survival`` says, the chance of a token once those before it are. ``ratio`` is over full passes with the
+same tree, ``over_plain`` and ``full_over_plain`` over plain decoding, ``over_fastest`` over the fastest full passes
+after as many tokens; ``is_length_met``: ``--accepted`` was reached. On a text of yours,
 ``stats.num_partial_passes`` and ``stats.num_rolled_back_tokens`` of a call tell how much survives.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, measure_ahead
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, measure_partial
 from benchmarks.shared.timing import machine
 
 
@@ -49,14 +50,14 @@ def main(argv: list[str] | None = None) -> None:
         "rows": [],
     }
     for prefix in args.prefixes:
-        own: list[dict[str, Any]] = []
+        of_prefix: list[dict[str, Any]] = []
         for tree in trees:
-            for row in measure_ahead(
+            for row in measure_partial(
                 model, rows, tree, args.batch, prefix, options, args.accepted, args.survival, args.steps, args.rounds
             ):
-                own.append(row)
-                fastest = max(each["full"]["tokens_per_s"] for each in own)
-                for each in own:
+                of_prefix.append(row)
+                fastest = max(each["full"]["tokens_per_s"] for each in of_prefix)
+                for each in of_prefix:
                     each["over_fastest"] = each["ahead"]["tokens_per_s"] / fastest
                 show(row)
                 result["rows"].append(row)

@@ -51,7 +51,7 @@ from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, Sha
 from benchmarks.shared import decoding
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import RandomModel, fill, run_steps
-from benchmarks.shared.drawn_verdicts import draw_ranks
+from benchmarks.shared.drawn_verdicts import DrawnVerdicts, draw_ranks
 from benchmarks.shared.timing import machine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -193,7 +193,7 @@ class TextVariants:
 
     @cached_property
     def _fresh(self) -> tuple[Acceptance, Costs]:
-        """What is known with everything ready to choose from, and nothing learned."""
+        """Acceptance and costs with everything ready to choose from, and nothing learned."""
         known = self.base._decoders
         self.base.warmup(self.slots, MAX_LENGTH, max_slots=self.slots, **self.rules)
         return deepcopy((known.acceptance, known.costs))
@@ -278,7 +278,8 @@ class DrawnVariants:
     def measure(self, law: str, rounds: int, seconds: float) -> dict[str, list[float]]:
         """Run steps with every variant in turn: tokens/s by round."""
         self.parts.clear()
-        self.decoder.drawn.copy_(draw_ranks(LAWS[law]))
+        assert isinstance(self.decoder.steps.revise, DrawnVerdicts)
+        self.decoder.steps.revise.drawn.copy_(draw_ranks(LAWS[law]))
         first = first_shape(self.slots, self.shapes)
         variants = {name_of(shape): partial(self.run, [shape], self.steps) for shape in self.shapes}
         every = [first, *(shape for shape in self.shapes if shape != first)]

@@ -1,4 +1,3 @@
-from .artifact.format import Artifact as Artifact
 from .artifact.manifest import Manifest as Manifest
 from .errors import ArtifactError as ArtifactError
 from .errors import CheckpointError as CheckpointError
@@ -8,6 +7,7 @@ from .errors import OutputError as OutputError
 from .errors import OutputExistsError as OutputExistsError
 from .errors import SourceError as SourceError
 from .errors import UnsupportedHeadError as UnsupportedHeadError
+from .heads.artifact import Artifact as Artifact
 from .heads.draft_head import DraftHead as DraftHead
 from .heads.draft_head import LazyTensors as LazyTensors
 from .heads.open import open_head as open_head
@@ -15,7 +15,6 @@ from .options import ConvertOptions as ConvertOptions
 from .pipeline import Conversion as Conversion
 from .pipeline import convert_head as convert_head
 from .pipeline import plan_conversion as plan_conversion
-from .push import push_folder as push_folder
 from .rows.checkpoint import Checkpoint as Checkpoint
 from .rows.checkpoint import open_checkpoint as open_checkpoint
 from .sources.builtin import embedded_head as embedded_head

@@ -23,7 +23,7 @@ from .errors import OutputError, OutputExistsError
 
 @contextlib.contextmanager
 def atomic_directory(
-    out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*", wait: bool = False
+    out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*", wait: bool = False
 ) -> Iterator[Path]:
     """Give an empty folder to write into; on success it becomes `out`, after an error nothing of it remains.
 
@@ -32,7 +32,7 @@ def atomic_directory(
         force: replace what is at `out`.
         marker: name of a file that a folder must hold to be replaced, unless it is empty; so that `force` on a wrong
             name cannot delete what this program did not write.
-        own: pattern of the names that such a folder may hold, for the same reason.
+        names: pattern of the names that such a folder may hold, for the same reason.
         wait: for another run that is writing `out`, instead of OutputError; what it wrote is then there already.
 
     Yields:
@@ -42,21 +42,21 @@ def atomic_directory(
         OutputExistsError: as `check_output`.
         OutputError: the disk refuses (every OSError of the body counts as such), or another run is writing `out`.
     """
-    check_output(out, force, marker, own)
+    check_output(out, force, marker, names)
     out = _real(out)
-    new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
+    new, old = _aside(out, "new"), _aside(out, "old")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(new, out, wait)
         try:
             _put_back(old, out)
             shutil.rmtree(old, ignore_errors=True)
-            check_output(out, force, marker, own)
+            check_output(out, force, marker, names)
             yield new
             for path in (*new.rglob("*"), new):
                 sync(path)
             # Somebody may have written it in the meantime.
-            check_output(out, force, marker, own)
+            check_output(out, force, marker, names)
             if os.path.lexists(out):
                 os.rename(out, old)
             os.rename(new, out)
@@ -68,21 +68,25 @@ def atomic_directory(
         finally:
             os.close(lock)
     except OSError as error:
-        problem = f"cannot be written: {error.strerror} ({error.filename or out})"
-        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.") from error
+        raise _unwritable(out, str(error.strerror)) from error
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_output(out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*") -> None:
+def check_output(out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*") -> None:
     """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written.
 
     For a command that wants to refuse before it downloads or computes anything: touches nothing.
     """
     out = _real(out)
-    place = next(path for path in out.parents if os.path.exists(path))
+    place = _parent_of(out)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        problem = f"cannot be written: {place} is not a folder that you may write to"
-        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.")
+        raise _unwritable(out, f"{place} is not a folder that you may write to")
+    try:
+        os.lstat(_aside(out, "new"))
+    except OSError as error:
+        # Such as a name that is too long.
+        if not isinstance(error, FileNotFoundError):
+            raise _unwritable(out, str(error.strerror)) from error
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     if not force:
@@ -90,11 +94,31 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     found = None if out.is_dir() else "it is a file"
     if found is None and marker is not None and not (out / marker).is_file():
         found = f"it holds files but no {marker}"
-    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(own, path.name)]):
+    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(names, path.name)]):
         found = f"it holds {', '.join(sorted(strange)[:4])}"
     if found is not None:
         advice = "Choose another name, or remove it yourself."
         raise OutputExistsError.at(out, f"not replaced: {found}; only what this program wrote is.\n{advice}")
+
+
+def check_room(out: Path | str, size_bytes: int) -> None:
+    """Raise OutputError where the disk of `out` has less room than `size_bytes`."""
+    free_bytes = shutil.disk_usage(_parent_of(_real(out))).free
+    if free_bytes < size_bytes:
+        raise _unwritable(_real(out), f"{size_bytes:,} bytes are needed, and the disk has {free_bytes:,}")
+
+
+def _unwritable(out: Path, problem: str) -> OutputError:
+    return OutputError.at(out, f"cannot be written: {problem}.\nWrite to another place with --out.")
+
+
+def _parent_of(out: Path) -> Path:
+    """Return the nearest folder above that exists."""
+    return next(path for path in out.parents if os.path.exists(path))
+
+
+def _aside(out: Path, state: str) -> Path:
+    return out.with_name(f".{out.name}.eagle-slim-{state}")
 
 
 def _real(path: Path | str) -> Path:

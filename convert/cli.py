@@ -25,8 +25,6 @@ from eagle_slim.vocab_tools.errors import printable
 if TYPE_CHECKING:
     from .pipeline import Conversion
 
-_GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
-
 
 def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[int | str, ...] | None:
     """Read `32000`, `8192,16384,32000`, or `full`, once or several times."""
@@ -38,13 +36,11 @@ def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
     return tuple("full" if part == "full" else int(part) for part in parts) if given else None
 
 
-def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Read `bf16`, or several such as `bf16,q8_0`."""
-    kinds = tuple(part.strip() for part in value.split(",")) if value else ()
-    if not set(kinds) <= {"auto", *_GGUF_TYPES}:
-        problem = f"expected types such as bf16 or bf16,q8_0 of {', '.join(_GGUF_TYPES)}, found {value!r}"
-        raise click.BadParameter(f"{problem}; without a type it comes last.", ctx, param)
-    return kinds
+def _refuse_gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Say what writes GGUF files now."""
+    if value is not None:
+        ways = "`convert_hf_to_gguf.py slim --target-model-dir TARGET`, of llama.cpp, makes one of the artifact"
+        raise click.UsageError(f"--gguf was removed: {ways} (docs/serving.md).", ctx)
 
 
 @click.command(
@@ -54,7 +50,6 @@ Examples:
   eagle-convert --draft-vocab 32000
   eagle-convert ./full-head --target Qwen/Qwen3-8B --draft-vocab 16000,32000 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
-  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
@@ -109,15 +104,7 @@ Examples:
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, if its files are wrong.",
 )
-@click.option(
-    "--gguf",
-    callback=_gguf,
-    is_flag=False,
-    flag_value="auto",
-    metavar="[TYPE,...]",
-    help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
-    "Without a size, HEAD is an artifact that keeps its own.",
-)
+@click.option("--gguf", callback=_refuse_gguf, is_flag=False, flag_value="", hidden=True, expose_value=False)
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
@@ -178,9 +165,6 @@ def _print(conversion: Conversion, verb: str) -> None:
     click.echo(f"  rows of the LM head   {conversion.head.draft_vocab:,} → {manifest.draft_vocab:,}")
     click.echo(f"  forced ids            {manifest.num_forced:,}")
     click.echo(f"  bytes per draft step  {before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB ({after / before:.0%})")
-    for name, entry in manifest.files.items():
-        if name.endswith(".gguf"):
-            click.echo(f"  for llama.cpp         {name}, {entry['size_bytes'] / 1e6:,.1f} MB")
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
@@ -194,3 +178,7 @@ def _print(conversion: Conversion, verb: str) -> None:
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-convert and leave the process."""
     run_cli(convert, args, "eagle-convert")
+
+
+if __name__ == "__main__":
+    main()

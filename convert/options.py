@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
@@ -14,12 +14,9 @@ from eagle_slim.vocab_tools.ranking import check_share
 
 from .artifact.manifest import Flavour
 from .heads.open import D2tForm
-from .rows.paths import clean_subfolder
+from .rows.files import clean_subfolder
 from .sources.builtin import EMBEDDED_HEAD_NAME
 from .vocabulary_choice import VocabRequest
-
-if TYPE_CHECKING:
-    from .artifact.gguf import GgufRequest
 
 DraftVocabSize = int | Literal["full"]
 
@@ -29,8 +26,7 @@ class ConvertOptions:
     """Options of a conversion; UsageError where they contradict each other, or a value means nothing.
 
     Attributes:
-        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it. With `gguf` alone,
-            those of an artifact.
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it.
         coverage: instead of a size, the share of the counted text that must be covered.
         vocabulary: where the ranking comes from.
         target: folder or Hub repository. Default: what the head's files name, else the table of public heads.
@@ -42,7 +38,6 @@ class ConvertOptions:
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
         d2t_form: form of the head's own map, where it cannot be told.
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
-        gguf: types of the matrices of GGUF files to write, too, which llama.cpp reads; "auto" for the head's own.
         offline: use only local files and the Hub cache.
     """
 
@@ -58,12 +53,11 @@ class ConvertOptions:
     flavour: Flavour = "default"
     d2t_form: D2tForm = "auto"
     tap_layers: Sequence[int] | None = None
-    gguf: Sequence[GgufRequest] = ()
     offline: bool = False
 
     def __post_init__(self) -> None:
         given = sum(value is not None for value in (self.draft_vocab, self.coverage))
-        if given > 1 or (given == 0 and not self.gguf) or not self.sizes:
+        if given != 1 or not self.sizes:
             problem = "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one"
             raise UsageError(f"{problem}, and not both.")
         for size in self.sizes:
@@ -79,7 +73,7 @@ class ConvertOptions:
 
     @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:
-        """Rows of each artifact, in the order given; None where a coverage or the head's manifest tells them."""
+        """Rows of each artifact, in the order given; None where a coverage tells them."""
         if isinstance(self.draft_vocab, list | tuple):
             return tuple(dict.fromkeys(self.draft_vocab))
         return (self.draft_vocab,)
@@ -89,7 +83,7 @@ class ConvertOptions:
         base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
         ending = "full" if size == "full" else f"v{size}"
         if size is None:
-            ending = "gguf" if self.coverage is None else f"coverage{self.coverage}"
+            ending = f"coverage{self.coverage}"
         flavour = () if self.flavour == "default" else (self.flavour,)
         return "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts, ending, *flavour])
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.errors import UsageError
@@ -20,29 +20,25 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact.card import model_card
+from . import names
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, OWN_NAMES, freq_bytes, freq_name
-from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
-from .artifact.tensors import config_of, plan_tensors
-from .artifact.writer import TensorPlan, write_safetensors
-from .atomic import atomic_directory, check_output
+from .artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, MANIFEST_NAME, WEIGHTS_NAME, freq_bytes, freq_name
+from .artifact.manifest import Manifest
+from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
-from .heads import names
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
-from .options import ConvertOptions, DraftVocabSize
-from .rows.dtypes import item_size
-from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
-from .rows.safetensors_file import SafetensorsFile
-from .rows.target import open_target_lm_head, settle_embedding
-from .sources import target as targets
+from .options import ConvertOptions
+from .rows.files import SafetensorsFile, item_size
+from .rows.writer import TensorPlan, write_safetensors
+from .slim.card import model_card
+from .slim.tensors import config_of, plan_tensors
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
+from .targets import model as targets
+from .targets.lm_head import LmHead, all_ids, fitting, own_lm_head
+from .targets.matrix import open_target_lm_head, settle_embedding
 from .vocabulary_choice import Count, Ranking, Say, make_ranking, ranked_manifest
-
-if TYPE_CHECKING:
-    from .artifact.gguf import GgufChoice
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
@@ -58,18 +54,16 @@ class Inputs:
         target_layers: its number of decoder layers; None where it is not known.
         lm_head: the LM head whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
         tokenizer: of the target, where it is at hand.
-        gguf: the GGUF files to write; None for none.
     """
 
     head: DraftHead
     source: ResolvedSource
     choice: targets.TargetChoice | None
-    target: targets.Target | None
+    target: targets.HeadTarget | None
     target_layers: int | None
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
-    gguf: GgufChoice | None
 
     @property
     def unpadded_head(self) -> DraftHead:
@@ -88,7 +82,6 @@ class Conversion:
         tensors: of the weights file.
         files: the small files by name, but for the manifest.
         manifest: complete once the artifact is written; until then without checksums and `files`.
-        gguf: the GGUF files to write; None for none.
         bytes_before, bytes_after: weights that one draft step of the head and of the slim head reads.
     """
 
@@ -98,13 +91,12 @@ class Conversion:
     tensors: Sequence[TensorPlan]
     files: Mapping[str, bytes]
     manifest: Manifest
-    gguf: GgufChoice | None
     bytes_before: int
     bytes_after: int
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors, GGUF files apart."""
+        """Bytes of all tensors."""
         return sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +117,8 @@ class Conversion:
         }
 
     def check(self) -> None:
-        """Read every tensor and refuse values that are not finite, or overflow a dtype, as `write` does."""
+        """Read every tensor and refuse what `write` does: values not finite or too large, and a disk that is full."""
+        check_room(self.folder, self.size_bytes)
         for plan in self.tensors:
             deque(plan.pieces(), maxlen=0)
 
@@ -134,16 +127,13 @@ class Conversion:
 
         Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
         """
-        with atomic_directory(self.folder, force, MANIFEST_NAME, OWN_NAMES) as folder:
+        check_room(self.folder, self.size_bytes)
+        with atomic_directory(self.folder, force, MANIFEST_NAME, FILE_NAMES) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
                 (folder / name).write_bytes(data)
                 files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}
-            if self.gguf is not None:
-                from .artifact.gguf import write_gguf
-
-                files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.manifest.draft_vocab}")
             manifest = replace(self.manifest, files=dict(sorted(files.items())))
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
@@ -153,11 +143,7 @@ class Conversion:
 
 
 def convert_head(
-    head: str | Path | None,
-    options: ConvertOptions,
-    *,
-    count: Count = count_tokens,
-    say: Say = lambda message: None,
+    head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
     """Convert a draft head to slim artifacts: one conversion for each size of draft vocabulary, in the order given.
 
@@ -181,11 +167,7 @@ def convert_head(
 
 
 def plan_conversion(
-    head: str | Path | None,
-    options: ConvertOptions,
-    *,
-    count: Count = count_tokens,
-    say: Say = lambda message: None,
+    head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
 
@@ -194,12 +176,11 @@ def plan_conversion(
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
-        check_output(folder, options.force, MANIFEST_NAME, OWN_NAMES)
+        check_output(folder, options.force, MANIFEST_NAME, FILE_NAMES)
     inputs = _open_inputs(name, options, say)
-    sizes = _sizes(inputs.head, options)
     request, ranking = options.vocabulary, None
-    if sizes != ("full",):
-        cut = [size for size in sizes if isinstance(size, int)]
+    if options.sizes != ("full",):
+        cut = [size for size in options.sizes if isinstance(size, int)]
         ranking = make_ranking(
             inputs.unpadded_head,
             request,
@@ -213,9 +194,9 @@ def plan_conversion(
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
     plans = []
-    for asked, size, folder in zip(options.sizes, sizes, folders, strict=True):
+    for size, folder in zip(options.sizes, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
-        plans.append(_plan(inputs, options, ranking, vocab, folder, options.name_of(name, asked)))
+        plans.append(_plan(inputs, options, ranking, vocab, folder, options.name_of(name, size)))
     return tuple(plans)
 
 
@@ -242,22 +223,18 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
         raise UsageError.at(head.location, f"{problem}.\nName it with --target.")
     opened = None
-    if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
+    if choice is not None and (needs_rows or _is_wanted(choice, head, options)):
         opened = targets.open_target(choice.name, None, options.offline)
         targets.check_head_fits(head, opened)
     head = settle_embedding(head, None if opened is None else opened.source)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
-    layers, gguf = None if opened is None else opened.num_layers, None
-    if options.gguf:
-        from .artifact.gguf import choose_gguf
-
-        gguf = choose_gguf(head, options.gguf, layers, tokenizer)
+    layers = None if opened is None else opened.num_layers
     lm_head = own_lm_head(head) if head.has_lm_head and head.kind != "eagle" else None
     if needs_rows:
         assert opened is not None
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    return Inputs(head, source, choice, opened, layers, lm_head, tokenizer, is_builtin, gguf)
+    return Inputs(head, source, choice, opened, layers, lm_head, tokenizer, is_builtin)
 
 
 def _check_options(head: DraftHead, options: ConvertOptions) -> None:
@@ -283,18 +260,8 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
         all_ids(head)
 
 
-def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | None, ...]:
-    """Return the rows of each artifact: with --gguf alone, those of the head, which must be an artifact."""
-    if options.draft_vocab is not None or options.coverage is not None:
-        return options.sizes
-    if head.manifest is None:
-        problem = "--gguf alone takes an artifact at its own size, and this is none"
-        raise UsageError.at(head.location, f"{problem}.\nGive a size with --draft-vocab.")
-    return ("full",) if head.manifest.rank_order_ids is None else (head.manifest.draft_vocab,)
-
-
 def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOptions) -> bool:
-    """Whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
+    """Tell whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
     if choice.name is None or choice.reason == "given":
         return True
     request = options.vocabulary
@@ -324,7 +291,7 @@ def _plan(
     if vocab is not None:
         files[freq_name(rows)] = freq_bytes(vocab.target_ids)
     files[CARD_NAME] = card.encode(errors="backslashreplace")
-    return Conversion(folder, head, lm_head, tensors, files, manifest, inputs.gguf, bytes_before, bytes_after)
+    return Conversion(folder, head, lm_head, tensors, files, manifest, bytes_before, bytes_after)
 
 
 def _manifest(

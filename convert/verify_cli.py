@@ -59,3 +59,7 @@ def verify(folder: str, as_json: bool, **options: Any) -> int:
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-verify and leave the process."""
     run_cli(verify, args, "eagle-verify")
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,7 @@ Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
 @dataclass(frozen=True)
 class VocabRequest:
-    """Where the ranking comes from; at most one of the first four.
+    """Source of a ranking: at most one of the first four.
 
     Attributes:
         counts: files or counts to merge.

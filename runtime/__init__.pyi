@@ -6,12 +6,10 @@ from .drafter.buffers import Buffers as Buffers
 from .drafter.dimensions import DrafterConfig as DrafterConfig
 from .drafter.drafter import Drafter as Drafter
 from .drafter.drafter import check_finished as check_finished
-from .drafter.follow import FollowRows as FollowRows
 from .drafter.launch import DraftFunction as DraftFunction
 from .drafter.launch import allocate_buffers as allocate_buffers
 from .drafter.launch import launch_drafter as launch_drafter
 from .drafter.launch import prefill_drafter as prefill_drafter
-from .drafter.launch import set_tail as set_tail
 from .drafter.packing import Weights as Weights
 from .drafter.rope import RotaryEmbedding as RotaryEmbedding
 from .drafter.tuned_cache import open_tuned_cache as open_tuned_cache
@@ -32,6 +30,11 @@ from .errors import TargetWarning as TargetWarning
 from .errors import UnsupportedModelError as UnsupportedModelError
 from .errors import UsageError as UsageError
 from .model import SpeculativeModel as SpeculativeModel
+from .model import pair as pair
+from .opening.heads import OpenedHead as OpenedHead
+from .opening.heads import open_head as open_head
+from .opening.targets import OpenedTarget as OpenedTarget
+from .opening.targets import open_target as open_target
 from .safeailab.backends import frontier_generate as frontier_generate
 from .safeailab.backends import fused_draft_token_generation as fused_draft_token_generation
 from .safeailab.backends import register_triton_backend as register_triton_backend

@@ -1,18 +1,19 @@
 """Errors and warnings of the runtime, by what a user can do about them."""
 
-from collections.abc import Collection
-from typing import Any
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 # Under their own names again, so that they can be imported from here.
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _LONGEST = 100
 OTHER_NAMES = "docs/upstream.md, Names used elsewhere, says what other drafters' names are called here."
-
-
-class NothingToFollowError(UsageError):
-    """The draft vocabulary holds every id that could join it: take a smaller one."""
 
 
 class TargetError(EagleSlimError):
@@ -85,15 +86,31 @@ def brief(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-class NamedFields:
-    """Base of dataclasses whose fields have other names elsewhere: the error for such a name points to their table."""
+def explain_unknown(moved: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make an unknown keyword of a function a `UsageError`, which says what to write for the names in ``moved``."""
 
-    def __new__(cls, *_: Any, **fields: Any) -> Any:
-        """Make an empty object. Raises `UsageError` for a field that the class does not have."""
-        for name in fields:
-            if name not in vars(cls)["__dataclass_fields__"]:
-                raise UsageError(f"{cls.__name__} has no field {name!r}. {OTHER_NAMES}")
-        return super().__new__(cls)
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def checked(*args: _P.args, **keywords: _P.kwargs) -> _R:
+            for name in keywords:
+                if name not in known:
+                    near = [f"Did you mean {each}?" for each in get_close_matches(name, known, n=1)]
+                    hint = moved.get(name) or " ".join([*near, OTHER_NAMES])
+                    called = function.__qualname__.removesuffix(".__init__")
+                    raise UsageError(f"{called} takes no {name!r}. {hint}")
+            return function(*args, **keywords)
+
+        return checked
+
+    return decorate
+
+
+def explain_fields(cls: type[_R]) -> type[_R]:
+    """Make an unknown field of a dataclass a `UsageError`, as `explain_unknown` does for a function."""
+    cls.__init__ = explain_unknown({})(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 def misfit(name: str, expected: object, found: object) -> UsageError:

@@ -10,7 +10,8 @@ import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .options_cli import load_heads, model_options, read_by, show_warnings_as_lines
+from .options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
+from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .api.output import GenerationOutput
@@ -26,7 +27,6 @@ _COMMANDS = "/reset starts over, /quit or Ctrl-D ends the chat, Ctrl-C an answer
 Examples:
   eagle-generate --prompt "Why is the sky blue?"
   eagle-generate out/llama-slim --draft-vocab 8192 --temperature 0.7 --top-p 0.9
-  eagle-generate --draft-vocab 2048 --follow prompt < a-long-prompt.txt
   eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
 )
 @model_options
@@ -49,7 +49,7 @@ Examples:
     callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
     help="Draft over the best N ids only; `full`, the default, is all of the head's.",
 )
-@click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
+@no_follow_option
 @click.option(
     "--prompt", metavar="TEXT", help="Answer this prompt and exit. Default: the text on stdin, or a chat in a terminal."
 )
@@ -88,7 +88,6 @@ def generate(
     draft_top_k: int,
     total_tokens: int | None,
     draft_vocab: int | None,
-    follow: str | None,
     **options: Any,
 ) -> None:
     """Generate with a draft head; the text is the target's own.
@@ -106,12 +105,10 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    (model,) = load_heads(
-        options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
-    )
-    if check and model.is_tree_sized and model.target.device.type == "cuda":
-        # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
-        model = model.with_tree(model.drafter.tree)
+    (model,) = load_heads(options, tree=TreeConfig.of(depth, draft_top_k, total_tokens), draft_vocab=draft_vocab)
+    # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
+    if total_tokens is None and not (check and model.target.device.type == "cuda"):
+        model = model.with_tree(None)
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
         session.chat()
@@ -229,16 +226,17 @@ def _check(
     from .api.output import difference, first_difference
 
     options = {**options, "seed": output.seed or 0}
+    note("check: decoding the same plainly, one token a pass")
     plain = model.generate(ids, speculative=False, **options)
-    ours, own = output.token_ids[0], plain.token_ids[0]
+    tokens, expected = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"
-    place, proof = first_difference(ours, own), output.stats.exactness
+    place, proof = first_difference(tokens, expected), output.stats.exactness
     if place is None:
         because = "" if proof is None else f"; {proof}"
-        note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")
+        note(f"check: all {len(expected)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")
         return
     if output.stats.is_exact:
-        raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, str(proof))
+        raise difference(f"check: the answer to {prompt[:60]!r}", tokens, expected, place, str(proof))
     reason = proof or "below float32 a forward over a tree rounds differently than one over a token: --dtype float32"
     if options.get("partial_verification") == "lossy":
         reason = "with --partial-verification lossy tokens may differ"
@@ -248,3 +246,7 @@ def _check(
 def main(args: list[str] | None = None) -> NoReturn:
     """Run `eagle-generate`."""
     run_cli(generate, args, "eagle-generate")
+
+
+if __name__ == "__main__":
+    main()

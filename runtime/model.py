@@ -12,7 +12,6 @@ its last bits; in other types a near-tie can round differently. `GenerationStats
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from eagle_slim.convert.artifact.format import Artifact
-from eagle_slim.convert.heads.open import D2tForm, DraftHead
+from eagle_slim.convert.heads.artifact import Artifact
+from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from . import loading
-from .api.options import read_call, read_count, read_flag, read_tokenizer
+from .api.options import read_call, read_count, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
 from .drafter.drafter import (
@@ -41,13 +39,15 @@ from .drafter.drafter import (
     check_tree_fits,
     choose_drafter,
 )
-from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError, misfit
-from .settings import TreeConfig
-from .step.decoder import WarmUp
+from .errors import AcceptanceWarning, UsageError, explain_unknown, misfit
+from .opening.heads import OpenedHead, open_head
+from .opening.pairing import check_pairing, check_tokenizers, check_vocabulary, resolve_tap_layers
+from .opening.targets import OpenedTarget, open_target, read_place
+from .settings import TreeConfig, check_tree
 from .step.decoders import Decoders
+from .step.graphs import WarmUp
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
@@ -55,6 +55,19 @@ from .target.wrapper import TargetModel
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
+_TREE = "Give the tree's shape as tree=TreeConfig(depth=5, top_k=10, total_tokens=60)."
+_HEAD = "Give it to open_head, and what that returns as head."
+_FOLLOW = "It was removed. Draft over 16,000 rows instead (draft_vocab), which gains as much."
+_MOVED = {
+    **dict.fromkeys(("depth", "top_k", "total_tokens"), _TREE),
+    **dict.fromkeys(("tap_layers", "d2t_form"), _HEAD),
+    **dict.fromkeys(("follow", "follow_rows"), _FOLLOW),
+    "target_backend": "Give it to open_target, and what that returns as target.",
+}
+"""Options of other functions now, and what to write instead."""
+
+# A pipeline of transformers logs an error for a class that is not among these. No configuration has this key.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["eagle_slim"] = "SpeculativeModel"
 
 
 class SpeculativeModel:
@@ -69,7 +82,7 @@ class SpeculativeModel:
         drafter: Drafter,
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
-        opened: loading.OpenedHead | None = None,
+        opened: OpenedHead | None = None,
         tokenizer_hash: str | None = None,
         is_tree_sized: bool = False,
     ) -> None:
@@ -88,138 +101,79 @@ class SpeculativeModel:
         """Passes over drafts of calls that were too short to tell whether the head works, and their tokens."""
 
     @classmethod
+    @explain_unknown(_MOVED)
     def from_pretrained(
         cls,
-        target: str | Path | nn.Module | None = None,
-        head: str | Path | DraftHead | Artifact | None = None,
+        target: str | Path | nn.Module | OpenedTarget | None = None,
+        head: str | Path | DraftHead | Artifact | OpenedHead | None = None,
         *,
         draft_vocab: int | DraftVocab | None = None,
-        follow: str | None = None,
-        follow_rows: int = DEFAULT_FOLLOW_ROWS,
-        depth: int = 5,
-        top_k: int = 10,
-        total_tokens: int | None = None,
+        tree: TreeConfig | None = None,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         drafter: str | DraftFunction = "auto",
         draft_weights: str = "auto",
         target_weights: str = "auto",
-        target_backend: str = "auto",
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
         revision: str | None = None,
         head_revision: str | None = None,
-        tap_layers: Sequence[int] | None = None,
-        d2t_form: D2tForm = "auto",
         offline: bool = False,
     ) -> SpeculativeModel:
-        """Load a head with its target; warns of what the head's files leave in doubt.
+        """Load a head with its target: `open_head`, `open_target` and `pair`.
 
         Args:
-            target: Hub id, folder, or a loaded transformers model; None takes the one that the head names.
-            head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
-            draft_vocab: rows to draft over, from the forced ids up to the converted head's, without converting again;
-                or a `DraftVocab`; None takes all.
-            follow: "prompt" lets ids of each prompt join its draft vocabulary, those that ``draft_vocab`` leaves out.
-                Needs a head with more rows than ``draft_vocab``, or one that drafts with the target's LM head.
-            follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
-            depth, top_k, total_tokens: shape of the tree (`TreeConfig`). ``total_tokens`` None: where rows are exact,
-                steps choose between plain decoding and trees of up to 60 nodes, by measured times and acceptance
-                (`step.shapes`); elsewhere sizes alone fix the tree before the call. A number is kept.
+            target: Hub id, folder, a loaded transformers model, or what `open_target` returned; None takes the one that
+                the head names.
+            head: converted head (folder or Hub id), an unconverted EAGLE-1, -2 or -3 head, or what `open_head`
+                returned; None is the built-in one.
+            draft_vocab, tree, drafter, draft_weights, max_model_len: as in `pair`.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
-                instructions for it (`loading.dtype_on_cpu`). A loaded target's stays as it is.
+                instructions for it (`dtype_on_cpu`). A loaded target's stays as it is.
             device: None is the first GPU, else the CPU; a loaded target stays where it is.
-            drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
-                "auto" takes the kernel where the GPU and the head allow it.
-            draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
-                half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
             target_weights: "fp8" quantises the matrices of the decoder layers while they are loaded, one scale a row
                 (`target.fp8_loading`): half the bytes, and the output of the quantised model; from sm_89 on. "auto"
                 leaves them as the files have them: a checkpoint published in FP8 is loaded in FP8.
-            target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
-                "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
-            max_model_len: most tokens of prompt and answer together; None is the model's own limit.
             revision, head_revision: of the Hub repositories of target and head.
-            tap_layers, d2t_form: for unconverted heads whose files do not say (`open_head` of the converter).
             offline: use only what is on this machine.
 
         Raises:
             PairingError: head and target do not belong together; no weights were loaded.
             TargetError: the target cannot be loaded.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
-                `choose_drafter`, `check_tree_fits`.
-            ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
+            UsageError, DrafterError: an option that cannot be, or not with the others (`open_target`, `pair`).
+            ConvertError: the head cannot be had or is damaged.
         """
-        if transformers.__version__.startswith("4."):
-            raise UsageError(
-                f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one "
-                "serves patches of SafeAILab's EaModel alone: docs/upstream.md."
-            )
-        tree = TreeConfig.of(depth, top_k, total_tokens)
-        if follow is not None:
-            check_follow(follow, follow_rows)
-        for name, given, loaded in (("target", target, (nn.Module,)), ("head", head, (DraftHead, Artifact))):
-            if given is not None and not isinstance(given, (str, Path, *loaded)):
-                raise misfit(name, "a folder, the name of a Hub repository, or a loaded one", given)
-        read_flag("offline", offline)
-        if tokenizer is not None:
-            read_tokenizer(tokenizer)
-        wanted = loading.read_dtype(dtype)
-        if isinstance(target, nn.Module):
-            loading.check_loaded(target, wanted, device)
-            place = next(target.parameters()).device
+        if isinstance(target, OpenedTarget):
+            given = {"dtype": dtype != "auto", "device": device is not None, "target_weights": target_weights != "auto"}
+            given |= {"revision": revision is not None, "offline": offline and not target.offline}
+            if names := ", ".join(name for name, is_given in given.items() if is_given):
+                raise UsageError(f"The target is opened already. Give {names} to open_target instead.")
+            place, wanted = target.device, target.dtype
         else:
-            place = loading.choose_device(device)
-        loading.check_target_weights(target_weights, isinstance(target, nn.Module), place, wanted)
+            place, wanted = read_place(target, dtype, device, target_weights)
         check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place, wanted)
-        opened = loading.open_any_head(head, head_revision, offline, d2t_form, tap_layers)
-        draft_ids = opened.choose(draft_vocab)
-        check_computable(opened.head, drafter)
-        for warning in opened.head.warnings:
-            warnings.warn(warning, stacklevel=2)
-        check_tree_fits(len(draft_ids), tree)
-        config: Any
-        if isinstance(target, nn.Module):
-            name, config = type(target).__name__, target.config
-        else:
-            location = loading.target_location(opened, target, offline, revision)
-            name, config = str(location), loading.load_target_config(location, revision, offline)
-            form = loading.choose_form(location, config, target_weights, wanted, place, revision, offline)
-            if target is not None:
-                named = Path(target).resolve().name if Path(target).is_dir() else str(target)
-                opened = replace(opened, target_name=named)
-        text_config = config.get_text_config()
-        loading.check_pairing(opened.head, text_config, name)
-        if opened.head.target_vocab != text_config.vocab_size:
-            # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
-            opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
-            draft_ids = opened.choose(draft_vocab)
-        loaded_tokenizer = tokenizer_hash = None
-        if not isinstance(target, nn.Module):
-            loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
-            loading.check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
-        if tokenizer is not None:
-            tokenizer_hash = loading.hash_of_source(tokenizer) or tokenizer_hash
-            loading.check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
-        tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
-        loading.check_vocabulary(draft_vocab, tokenizer_hash, name)
-        model = target
-        if not isinstance(model, nn.Module):
-            model = loading.load_target(location, wanted, place, revision, offline, config, form)
-        taps = loading.resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
-        wrapped = TargetModel(model, taps, target_backend)
-        weights = load_head_weights(opened.head, wrapped, draft_ids)
-        if follow is not None:
-            weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
-        # Packed in rank order, so that smaller vocabularies find their rows in it.
-        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
-        built = choose_drafter(drafter, weights, tree, draft_weights, order)
-        return cls(
-            wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_hash, total_tokens is None
+        if isinstance(head, OpenedHead) and head_revision is not None:
+            raise UsageError("The head is opened already. Give its revision to open_head instead of head_revision.")
+        opened = head if isinstance(head, OpenedHead) else open_head(head, revision=head_revision, offline=offline)
+        if not isinstance(target, OpenedTarget):
+            target = opened.target_location(revision) if target is None else target
+            target = open_target(
+                target, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
+            )
+        model: SpeculativeModel = pair(
+            target,
+            opened,
+            draft_vocab=draft_vocab,
+            tree=tree,
+            drafter=drafter,
+            draft_weights=draft_weights,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
         )
+        return model
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -231,29 +185,14 @@ class SpeculativeModel:
         """
         if self.opened is None:
             raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
-        loading.check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
+        check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids)
         kept = torch.from_numpy(ids).to(weights.device)
-        follow = None if weights.follow is None else weights.follow.over(kept)
-        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
+        other = replace(weights, lm_head=rows, draft_to_target=kept)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
-
-    def with_follow(self, follow: str | None, follow_rows: int = DEFAULT_FOLLOW_ROWS) -> SpeculativeModel:
-        """Return a model whose draft vocabulary follows the prompt, or stays as it is (None).
-
-        All that is loaded is shared. Raises `UsageError` as `from_pretrained` does, and without its opened head.
-        """
-        weights, rows = self.drafter.weights, None
-        if follow is not None:
-            check_follow(follow, follow_rows)
-            if self.opened is None:
-                raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
-            rows = self.opened.rows_to_follow(self.target, weights, follow_rows)
-        followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
-        return self._with_drafter(followed, self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig | None) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
@@ -263,9 +202,8 @@ class SpeculativeModel:
         """
         if tree is None:
             return self._with_drafter(self.drafter, is_tree_sized=True)
-        if not isinstance(tree, TreeConfig):
-            raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
-        return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
+        shaped = self.drafter.like(self.drafter.weights, check_tree(tree))
+        return self._with_drafter(shaped, is_tree_sized=False)
 
     def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
@@ -273,13 +211,13 @@ class SpeculativeModel:
         ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
         drafter other than the kernel where weights are in FP8.
         """
-        weights, own = self.drafter.weights, self.drafter
+        weights, current = self.drafter.weights, self.drafter
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
-        order = None if own.packing is None else own.packing.order
-        built = choose_drafter(drafter, weights, own.tree, draft_weights, order)
-        if built.packing is not None and own.packing is not None and built.stored_dtype == own.stored_dtype:
-            built = replace(built, packing=own.packing)
+        order = None if current.packing is None else current.packing.order
+        built = choose_drafter(drafter, weights, current.tree, draft_weights, order)
+        if built.packing is not None and current.packing is not None and built.stored_dtype == current.stored_dtype:
+            built = replace(built, packing=current.packing)
         return self._with_drafter(built, self.is_tree_sized)
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
@@ -295,11 +233,6 @@ class SpeculativeModel:
 
     def can_generate(self) -> bool:
         """Return True, for ``pipeline("text-generation", model, tokenizer=model.tokenizer)`` of transformers."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        # Without this entry a pipeline logs that it does not know this class. No configuration has this key.
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
-        weakref.finalize(self, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop, "eagle_slim", None).atexit = False
         return True
 
     @property
@@ -506,7 +439,7 @@ class SpeculativeModel:
             partial_verification=partial_verification,
         )
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
-        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.ahead))
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
@@ -533,8 +466,79 @@ class SpeculativeModel:
             )
 
 
+@explain_unknown(_MOVED)
+def pair(
+    target: OpenedTarget,
+    head: OpenedHead,
+    *,
+    draft_vocab: int | DraftVocab | None = None,
+    tree: TreeConfig | None = None,
+    drafter: str | DraftFunction = "auto",
+    draft_weights: str = "auto",
+    tokenizer: Any | None = None,
+    max_model_len: int | None = None,
+) -> SpeculativeModel:
+    """Check that a head and a target belong together, load their weights, and build the model.
+
+    Warns of what the head's files leave in doubt.
+
+    Args:
+        target: what `open_target` returned.
+        head: what `open_head` returned.
+        draft_vocab: rows to draft over, from the forced ids up to the converted head's, without converting again; or a
+            `DraftVocab`; None takes all.
+        tree: shape of every step's tree. None: where rows are exact, steps choose between plain decoding and trees of
+            up to 60 nodes, by measured times and acceptance (`step.shapes`); elsewhere sizes alone fix the tree before
+            the call. For trees up to another shape, give that and call `SpeculativeModel.with_tree` with None.
+        drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own; "auto"
+            takes the kernel where the GPU and the head allow it.
+        draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on: half
+            the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
+        tokenizer: instead of the target's own, or for a loaded one.
+        max_model_len: most tokens of prompt and answer together; None is the model's own limit.
+
+    Raises:
+        PairingError: head, target, vocabulary or tokenizer do not belong together; no weights were loaded.
+        TargetError, UnsupportedModelError: the target cannot be loaded or cannot verify trees.
+        UsageError, DrafterError: see `choose_draft_ids`, `choose_drafter`, `check_tree_fits`.
+    """
+    for name, given, kind in (("target", target, OpenedTarget), ("head", head, OpenedHead)):
+        if not isinstance(given, kind):
+            raise misfit(name, f"what open_{name} returns", given)
+    shape = TreeConfig() if tree is None else check_tree(tree)
+    if tokenizer is not None:
+        read_tokenizer(tokenizer)
+    if max_model_len is not None:
+        read_count("max_model_len", max_model_len, 1)
+    check_drafter(drafter, target.device)
+    check_draft_weights(draft_weights, drafter, target.device, target.dtype)
+    draft_ids = head.choose(draft_vocab)
+    check_computable(head.head, drafter)
+    check_tree_fits(len(draft_ids), shape)
+    for warning in head.head.warnings:
+        warnings.warn(warning, stacklevel=5)
+    text_config = target.config.get_text_config()
+    check_pairing(head.head, text_config, str(target))
+    if target.repository is not None:
+        head = replace(head, target_name=target.repository)
+    if head.head.target_vocab != text_config.vocab_size:
+        # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
+        head = replace(head, head=head.head.without_padding(int(text_config.vocab_size)))
+        draft_ids = head.choose(draft_vocab)
+    loaded, tokenizer_hash = target.load_tokenizer()
+    tokenizer_hash = check_tokenizers(head, str(target), tokenizer_hash, tokenizer)
+    check_vocabulary(draft_vocab, tokenizer_hash, str(target))
+    taps = resolve_tap_layers(head.head, int(text_config.num_hidden_layers))
+    wrapped = TargetModel(target.load(), taps, target.backend)
+    weights = load_head_weights(head.head, wrapped, draft_ids)
+    # Packed in rank order, so that smaller vocabularies find their rows in it.
+    order = _rank_rows(head, draft_ids, draft_vocab, weights.device)
+    built = choose_drafter(drafter, weights, shape, draft_weights, order)
+    return SpeculativeModel(wrapped, built, tokenizer or loaded, max_model_len, head, tokenizer_hash, tree is None)
+
+
 def _rank_rows(
-    opened: loading.OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
+    opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
     """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
     ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None

@@ -46,7 +46,7 @@ class Ops:
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable switches something on: it is there, not empty, and not 0."""
+    """Tell if an environment variable switches something on: it is there, not empty, and not 0."""
     return os.environ.get(variable, "0") not in ("", "0")
 
 

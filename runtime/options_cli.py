@@ -80,6 +80,19 @@ def model_options(function: _Decorated) -> _Decorated:
     return function
 
 
+def removed_option(name: str, now: str) -> Callable[[_Decorated], _Decorated]:
+    """Refuse an option that was removed: it is not in the help, and whoever types it reads ``now``, what to do."""
+
+    def refuse(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{name} was removed. {now}", ctx)
+
+    return click.option(name, hidden=True, expose_value=False, callback=refuse, help=now)
+
+
+no_follow_option = removed_option("--follow", "Draft over 16,000 rows instead, which gains as much.")
+
+
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     """Take the options of `model_options` out of a command's options and load the head with its target.
 
@@ -91,27 +104,38 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    _show_progress()
 
     from .model import SpeculativeModel
+    from .opening.targets import open_target
 
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | more
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
-    loaded = {
-        "revision": None,
-        "dtype": "auto",
-        "device": None,
-        "target_backend": model.target.backend.name,
-        "target_weights": "auto",
-        "drafter": model.drafter.backend,
-        "tokenizer": model.tokenizer,
-    }
+    for name in ("revision", "dtype", "device", "target_weights"):
+        del given[name]
+    given |= {"drafter": model.drafter.backend, "tokenizer": model.tokenizer}
+    shared = open_target(model.target.model, target_backend=model.target.backend.name, offline=given["offline"])
     models = [model]
     for other in heads:
         note(f"loading {other}")
-        models.append(SpeculativeModel.from_pretrained(model.target.model, other, **{**given, **loaded}))
+        models.append(SpeculativeModel.from_pretrained(shared, other, **given))
     return models
+
+
+def _show_progress() -> None:
+    """Say once on stderr that kernels are compiled, when they are."""
+    import logging
+
+    class Once(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+            logger.removeHandler(self)
+
+    logger = logging.getLogger("eagle_slim.runtime.step.graphs")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [Once()]
 
 
 def show_warnings_as_lines() -> None:

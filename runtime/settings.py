@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from .errors import UsageError, check_choice, misfit
+from .errors import UsageError, check_choice, explain_fields, explain_unknown, misfit
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
@@ -18,6 +18,7 @@ MAX_WAITING = 64
 """Tokens of a slot that plain steps keep for the drafter, which takes them together."""
 
 
+@explain_fields
 @dataclass(frozen=True)
 class TreeConfig:
     """Size of the draft tree, with the meaning the three numbers have in EAGLE-2 and EAGLE-3.
@@ -34,7 +35,8 @@ class TreeConfig:
     total_tokens: int = 60
 
     @classmethod
-    def of(cls, depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
+    @explain_unknown({})
+    def of(cls, depth: int, top_k: int, total_tokens: int | None = None) -> TreeConfig:
         """Build one; ``total_tokens`` None is 60, or all candidates and the root where there are fewer."""
         if total_tokens is None:
             total_tokens = min(cls.total_tokens, cls(depth, top_k, 2).num_candidates + 1)
@@ -69,9 +71,16 @@ class TreeConfig:
         return max(MAX_NEW_TOKENS, 1 << (self.path_width - 1).bit_length())
 
 
+def check_tree(tree: object) -> TreeConfig:
+    """Return a tree's shape. Raises `UsageError` for anything else."""
+    if not isinstance(tree, TreeConfig):
+        raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
+    return tree
+
+
 @dataclass(frozen=True)
 class PartialVerification:
-    """How steps run ahead on a part of the cache, between passes over all of it (`step.run_ahead`).
+    """Let steps run ahead on a part of the cache, between passes over all of it (`step.partial`).
 
     ``mode``: "exact" keeps what the full pass confirms; "lossy" keeps what the partial passes accepted.
     ``num_blocks``: blocks of 64 keys that a partial pass sees of the prefix, for each layer and KV head, besides the
@@ -82,7 +91,7 @@ class PartialVerification:
     """
 
     mode: str = "exact"
-    num_blocks: int = 256
+    num_blocks: int = 64
     num_steps: int = 8
     num_tokens: int = 31
     min_length: int = 65536
@@ -99,9 +108,10 @@ class PartialVerification:
         return f"{self.num_steps} passes ahead over {self.num_blocks} blocks ({self.mode})"
 
 
+@explain_fields
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the target's next token is chosen: the usual warpers, in transformers' order.
+    """Choose the target's next token by the usual warpers, in transformers' order.
 
     ``temperature`` 0 is greedy (the others are then without effect). ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 are
     off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of range.

@@ -13,8 +13,6 @@ A head has one stored layout for all slots, trees and vocabularies: the cache's,
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,8 +20,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import NoReturn
 
+import click
 import torch
+from eagle_slim.vocab_tools.common_cli import EagleCommand, example, run_cli
 
 from .drafter.dimensions import DrafterConfig
 from .drafter.kernels.weight_stream import Tile
@@ -44,7 +45,7 @@ from .drafter.tuning.precompile import Job, compile_all
 from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
 from .drafter.tuning.timing import capture, interleave
 from .drafter.weights import HeadWeights
-from .errors import DrafterError, EagleSlimError, UsageError
+from .errors import DrafterError, UsageError
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
@@ -99,11 +100,11 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 
 def trials_of(
-    cfg: DrafterConfig, chip: Chip, layout: StoredLayout, most: int | None = None
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout, num_variants: int | None = None
 ) -> tuple[LaunchParams, dict[str, LaunchParams]]:
-    """Return the derived parameters over a layout, and variants by name, ``most`` of them."""
+    """Return the derived parameters over a layout, and the first ``num_variants`` variants by name."""
     derived = choose_launch(cfg, chip, layout)
-    return derived, dict(islice(variants(derived, cfg, chip).items(), most))
+    return derived, dict(islice(variants(derived, cfg, chip).items(), num_variants))
 
 
 def tune(
@@ -224,46 +225,36 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
         print(f"  {trial.name:40s} {shown}", flush=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the tuner; `--help` lists the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle_slim.runtime.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--from-shapes", type=Path, required=True, help="what EAGLE_SLIM_SHAPES=FILE recorded")
-    parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
-    parser.add_argument("--rounds", type=int, default=15, help="samples per variant; default 15")
-    parser.add_argument("--variants", type=int, help="try only as many, the most promising; default all")
-    parser.add_argument("--budget", type=float, default=300, help="seconds until no new variant is begun; default 300")
-    parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
-    try:
-        run(parser.parse_args(argv))
-    except EagleSlimError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+@click.command(cls=EagleCommand, epilog=example("python -m eagle_slim.runtime.tune --from-shapes shapes.json"))
+@click.option("--from-shapes", type=click.Path(), required=True, help="File that EAGLE_SLIM_SHAPES=FILE recorded.")
+@click.option("--again", is_flag=True, help="Tune what has tuned parameters, too.")
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Samples of each variant.")
+@click.option("--variants", type=click.IntRange(0), help="Try as many, the most promising. Default: all.")
+@click.option("--budget", type=float, default=300, show_default=True, help="Seconds until no new variant is begun.")
+@click.option("--out", type=click.Path(), help="Cache to add to. Default: the one that launches read.")
+def run(from_shapes: str, again: bool, rounds: int, variants: int | None, budget: float, out: str | None) -> None:
+    """Find launch parameters of the drafter for this GPU, and keep the best.
 
-
-def run(args: argparse.Namespace) -> None:
-    """Tune what the arguments ask for and save the cache after each shape."""
+    All are checked against the fp32 reference, then timed; the cache is saved after each draft.
+    """
     started = time.perf_counter()
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
+    cache: TunedCache = TunedCache(Path(out)) if out else open_tuned_cache()
     try:
         cache.save()
     except OSError as error:
         raise UsageError(f"{cache.path} cannot be written ({error}). Name another file with --out.") from error
 
     def left() -> float:
-        return float(args.budget - (time.perf_counter() - started))
+        return budget - (time.perf_counter() - started)
 
     todo = [
-        (dims, cfg, *trials_of(cfg, chip, cache.layout(cfg, chip), args.variants))
-        for dims, cfg in recorded_configurations(args.from_shapes, chip)
-        if args.again or cache_key(cfg, chip) not in cache.launches
+        (dims, cfg, *trials_of(cfg, chip, cache.layout(cfg, chip), variants))
+        for dims, cfg in recorded_configurations(Path(from_shapes), chip)
+        if again or cache_key(cfg, chip) not in cache.launches
     ]
     print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
     jobs = [Job(dims, cfg, each) for dims, cfg, derived, tried in todo for each in (derived, *tried.values())]
@@ -275,13 +266,18 @@ def run(args: argparse.Namespace) -> None:
         if left() < 0:
             break
         if timer is None or timer.dims != dims:
-            timer = GraphTimer(dims, device, args.rounds)
+            timer = GraphTimer(dims, device, rounds)
         best, trials = tune(cfg, derived, tried, timer, left)
         print_trials(cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()
         done += 1
-    print(f"{done} of {len(todo)} drafts tuned in {args.budget - left():.0f} s, kept in {cache.path.name}")
+    print(f"{done} of {len(todo)} drafts tuned in {budget - left():.0f} s, kept in {cache.path.name}")
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run the tuner."""
+    run_cli(run, args, "python -m eagle_slim.runtime.tune")
 
 
 if __name__ == "__main__":

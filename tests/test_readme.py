@@ -58,6 +58,13 @@ def test_readme_is_read_in_two_minutes() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
 
 
+def test_contributing_is_short_and_its_glossary_too() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert len(page.split()) <= 1300
+    glossary = page.split("\n## Glossary\n", 1)[1].split("\n## ", 1)[0]
+    assert len(re.findall(r"^\* \*\*", glossary, re.MULTILINE)) <= 12
+
+
 def anchors(path: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
     prose = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)

@@ -1,154 +1,50 @@
 """Chats → what an assistant wrote in them, through the tokenizer's own chat template.
 
 The turn of assistant message k is found by rendering the chat twice: `messages[:k]` with the generation prompt, and
-`messages[:k+1]`. It follows their longest common prefix and ends with the first special token behind the message's
-last own word; what a template appends later is not counted. For ChatML and one question:
+`messages[:k+1]`. It begins behind the first and ends with the last special token that the template writes for it. For
+ChatML and one question:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n
                                                          └──────────────┘ counted
 
-Its tokens are those of the whole rendering that begin at or behind the prefix. A turn counts only if it holds the
-message's own words, white space aside, and nothing of another message beside them. Where no form of the chat that
-templates take gives such a turn, the message's own text is counted by itself.
+Its tokens are those of the whole rendering that begin there. An end of text ends a turn, also one that comes with the
+next message only, as Apertus' does. Two things are learned from a chat of invented words: the header of a turn, for a
+template without a generation prompt, and what stands behind the last turn alone, such as Phi-3's `<|endoftext|>`.
+
+Where `{% generation %}` marks the answer, exactly that is the turn. Where the first rendering is no beginning of the
+second, as gpt-oss drops earlier thoughts once an answer follows, the turn is sought behind all words of the messages
+before it, which are found by changing them. What a turn does not show of its message is counted by itself.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 from .compat import compile_chat_template
-from .errors import EagleSlimError, TokenizerError
+from .errors import TokenizerError
+from .messages import ChatError, Message, call_texts, content_text, template_forms
 from .tokenizer import LoadedTokenizer
-
-Message = Mapping[str, Any]
 
 # A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
 RENDER_DATE = datetime(2024, 7, 26)
-# So much of another message is no accident. A shorter message must stand before the turn.
-_BORROWED_CHARS = 8
+# Words this long are found in a rendering by themselves; shorter ones by changing them, since "A" is in "Assistant:".
+_LONG_WORDS = 12
+# Characters for private use, which no chat should hold.
 _PROBE = "\ue000probe\ue001"
+_ASKED, _ANSWERED, _NEXT = "\ue000asked\ue001", "\ue000answered\ue001", "\ue000next\ue001"
+_MARK, _UNMARK = "\ue002", "\ue003"
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# Marks of thoughts and the like, between which a template may show a part of a content.
+_TAG = re.compile(r"<[^\s<>]{1,24}>|\[/?[A-Z_]{1,16}\]")
 
-_CALL = "function_call"
-_ROLES = {
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), _CALL),
-    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"),
-    "system": "system",
-    "developer": "developer",
-}
-# Under the key `role`, templates know these names themselves.
-_TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
-class ChatError(EagleSlimError):
-    """A value is no chat, or a template refuses it; the message says why."""
-
-
-def kind_of(value: Any) -> str:
-    """Say what a value is, for a message."""
-    return "nothing" if value is None else f"a value of type {type(value).__name__}"
-
-
-def messages_in_text(text: str) -> list[Any] | None:
-    """Return the messages that a text holds as JSON, which is how string columns store them; None for other text."""
-    value = _json(text) if text.lstrip().startswith("[") else None
-    first = value[0] if isinstance(value, list) and value else None
-    return value if isinstance(first, dict) and ("role" in first or "from" in first) else None
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def normalise_messages(value: Any) -> list[dict[str, Any]]:
-    """Turn a chat into the form that templates take: a list of {"role", "content", ...}.
-
-    ShareGPT's {"from", "value"} with its role names is understood, its function_call and OpenAI's old one become tool
-    calls, and a list may be stored as JSON text. Keys without a value are dropped, because tables add them to every
-    row. Raises ChatError for what is no chat, and for an unknown role.
-    """
-    if isinstance(value, str):
-        value = messages_in_text(value) or value
-    if not isinstance(value, list) or not value:
-        raise ChatError(f"expected a list of messages, found {'an empty list' if value == [] else kind_of(value)}")
-    messages = [_normalise(message, position) for position, message in enumerate(value)]
-    if any(message["role"] == _CALL or "function_call" in message for message in messages):
-        messages = _with_tool_calls(messages)
-    return messages
-
-
-def _normalise(message: Any, position: int) -> dict[str, Any]:
-    where = f"message {position}"
-    if not isinstance(message, dict):
-        raise ChatError(f"{where}: expected an object with role and content, found {kind_of(message)}")
-    rest = {key: item for key, item in message.items() if item is not None}
-    # Tables write calls as JSON text, and a message without calls has an empty list of them.
-    calls = rest.pop("tool_calls", None)
-    if calls := _json(calls) if isinstance(calls, str) else calls:
-        rest["tool_calls"] = calls
-    role, content = rest.pop("role", None), rest.pop("content", None)
-    if role is None and "from" in rest:
-        speaker = rest.pop("from")
-        role, content = _ROLES.get(str(speaker).lower()), rest.pop("value", None)
-        if role is None:
-            raise ChatError(f"{where}: unknown speaker {speaker!r}; known are {', '.join(_ROLES)}")
-    if not isinstance(role, str):
-        raise ChatError(f"{where}: no role; it has {', '.join(map(repr, message)) or 'no keys'}")
-    if role.lower() not in _TEMPLATES_KNOW:
-        role = _ROLES.get(role.lower(), role)
-    if content is None and not rest:
-        raise ChatError(f"{where} ({role!r}): no content")
-    if isinstance(content, list):
-        content = [
-            {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else part
-            for part in content
-        ]
-    elif not isinstance(content, str | None):
-        raise ChatError(f"{where} ({role!r}): expected content as text or in parts, found {kind_of(content)}")
-    return {"role": role, "content": content, **rest}
-
-
-def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn calls in messages of their own, or under `function_call`, into `tool_calls`.
-
-    Calls get ids of nine characters, which Mistral's templates ask for, and the results behind them name these.
-    """
-    found: list[dict[str, Any]] = []
-    num_calls = 0
-    waiting: list[tuple[str, str]] = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        told = _json(content) if role == _CALL and isinstance(content, str) else message.get("function_call")
-        told = told if isinstance(told, list) else [told]
-        calls = [call for call in told if isinstance(call, dict) and "name" in call]
-        if calls:
-            waiting = [(f"call{num_calls + number:05d}", str(call["name"])) for number, call in enumerate(calls)]
-            num_calls += len(calls)
-            tool_calls = [
-                {"id": call_id, "type": "function", "function": {"name": name, "arguments": call.get("arguments", {})}}
-                for (call_id, name), call in zip(waiting, calls, strict=True)
-            ]
-            kept = {key: item for key, item in message.items() if key != "function_call"}
-            message = {**kept, "content": None if role == _CALL else content, "tool_calls": tool_calls}
-        elif role in ("tool", "function") and waiting:
-            call_id, name = waiting.pop(0)
-            message = {"tool_call_id": call_id, "name": name, **message}
-        found.append({**message, "role": "assistant"} if calls or role == _CALL else message)
-    return found
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -157,16 +53,18 @@ class ChatSpec:
 
     Attributes:
         template: Jinja source.
-        special_tokens: template variables such as bos_token.
+        variables: of the template, such as bos_token.
         borders: texts of the added tokens. Tokenizers cut at them, so text on one side never changes the tokens on the
             other side.
         ends: those of them that may end a turn: the special ones.
+        eos: those of them that end a text, by the configuration.
     """
 
     template: str
-    special_tokens: Mapping[str, str]
+    variables: Mapping[str, Any]
     borders: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    eos: tuple[str, ...] = ()
 
 
 def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
@@ -178,14 +76,16 @@ def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
         )
     added = tokenizer.backend.get_added_tokens_decoder()
     borders = {token.content for token in added.values() if token.content and not token.single_word}
-    # A turn ends with a special token, or what the configuration calls eos.
-    ending_ids = tokenizer.special_ids | {token_id for token_id, role in tokenizer.configured_ids if role == "eos"}
-    ends = {token.content for token_id, token in added.items() if token_id in ending_ids and token.content}
-    return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), tuple(ends))
+    eos_ids = {token_id for token_id, role in tokenizer.configured_ids if role == "eos"}
+    ends, eos = (
+        tuple(token.content for token_id, token in added.items() if token_id in ids and token.content)
+        for ids in (tokenizer.special_ids | eos_ids, eos_ids)
+    )
+    return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), ends, eos)
 
 
 class ChatTemplate:
-    """A compiled chat template: its source, and its syntax tree as Jinja parses it.
+    """A compiled chat template and its syntax tree as Jinja parses it.
 
     Raises TokenizerError for a template that does not parse.
     """
@@ -193,17 +93,18 @@ class ChatTemplate:
     def __init__(self, spec: ChatSpec) -> None:
         from jinja2 import TemplateError
 
-        self.source = spec.template
         self._refusal = TemplateError
+        self.has_marks = _GENERATION.search(spec.template) is not None
+        source = _GENERATION.sub(_marked, spec.template)
         try:
-            self._template = compile_chat_template(spec.template)
-            self.syntax_tree = self._template.environment.parse(spec.template)
-        except TemplateError as error:
+            self._template = compile_chat_template(source)
+            self.syntax_tree = self._template.environment.parse(source)
+        except (TemplateError, RecursionError) as error:
             raise TokenizerError(f"the tokenizer's template, or --chat-template, does not parse: {error}.") from error
         fixed = {"strftime_now": RENDER_DATE.strftime, "tools": None, "documents": None}
-        self._variables: dict[str, Any] = {**spec.special_tokens, **fixed}
+        self._variables: dict[str, Any] = {**fixed, **spec.variables}
         # Templates for tools alone take a list for granted.
-        if not self._takes(tools=None) and self._takes(tools=[]):
+        if self._variables["tools"] is None and not self._takes(tools=None) and self._takes(tools=[]):
             self._variables["tools"] = []
 
     def _takes(self, **variables: Any) -> bool:
@@ -217,14 +118,36 @@ class ChatTemplate:
 
         Raises ChatError where the template refuses the conversation.
         """
+        return self.render_marked(messages, add_generation_prompt, **variables)[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+    ) -> tuple[str, list[Span]]:
+        """Render, and find what `{% generation %}` marks."""
         try:
             text: str = self._template.render(
-                self._variables, messages=messages, add_generation_prompt=add_generation_prompt, **variables
+                {**self._variables, **variables}, messages=messages, add_generation_prompt=add_generation_prompt
             )
         # A template is a program: it may refuse in its own words, or trip over anything in a message.
         except (self._refusal, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatError(f"the chat template refuses this conversation: {error}") from error
-        return text
+        except RecursionError as error:
+            raise ChatError("the chat template calls itself without an end") from error
+        if not self.has_marks:
+            return text, []
+        shown, spans = "", list[Span]()
+        for number, part in enumerate(re.split(f"[{_MARK}{_UNMARK}]", text)):
+            if number % 2 and part:
+                spans.append((len(shown), len(shown) + len(part)))
+            shown += part
+        return shown, spans
+
+
+def _marked(tag: re.Match[str]) -> str:
+    """Write a mark where a `generation` tag stands, with its rules for the white space on both sides."""
+    left, is_end, right = tag.groups()
+    block, mark = ("endif", _UNMARK) if is_end else ("if true", _MARK)
+    return f"{{%{left} {block} %}}{mark}{{% {block} {right}%}}"
 
 
 @dataclass(frozen=True)
@@ -242,146 +165,251 @@ class Piece:
     is_apart: bool = False
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What surrounds the words of an assistant's turn, learned from a chat of invented words.
+
+    Attributes:
+        openings: what begins a turn, the generation prompt first; without one, the header that the history has.
+        only_last: what stands behind the end of the last turn alone.
+        late_end: an end of text that only the message of a user brings.
+    """
+
+    openings: tuple[str, ...] = ()
+    only_last: str = ""
+    late_end: str = ""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The pieces of an assistant's turn, and the texts of its message that it does not show."""
+
+    pieces: list[Piece]
+    missing: list[str]
+
+
 class ChatRenderer:
     """Renders conversations and finds the assistant's turns in them; raises as `ChatTemplate`."""
 
     def __init__(self, spec: ChatSpec) -> None:
         self._template = ChatTemplate(spec)
+        # Others would write such a part down as JSON.
+        self._takes_thoughts = re.search("[\"']thinking[\"']", spec.template) is not None
         self._border = _any_of(spec.borders)
         self._end = _any_of(spec.ends)
+        self._eos = spec.eos
+        self._late_eos = re.compile(rf"\s*(?:{_any_of(spec.eos).pattern})")
         self._longest = max(map(len, spec.borders), default=0)
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Render the conversation in the first form that loses no content; ChatError where all forms are refused."""
-        rendered: list[str] = []
-        for form in _forms(messages):
+        """Render the conversation in the form that shows the most; ChatError where all forms are refused.
+
+        What no form shows follows, a piece each.
+        """
+        best: tuple[str, list[str]] | None = None
+        for form in template_forms(messages, self._takes_thoughts):
             with suppress(ChatError):
                 text = self._template.render(form)
-                if all(self._find(text, _content(message), 0) for message in messages):
-                    return [Piece(text)]
-                rendered.append(text)
-        return [Piece(rendered[0] if rendered else self._template.render(messages))]
+                missing = [words for message in form for words in self._find_words(message, text, 0)[1]]
+                if best is None or len(missing) < len(best[1]):
+                    best = text, missing
+                if not missing:
+                    break
+        text, missing = best or (self._template.render(messages), [])
+        return [Piece(text), *_apart(missing)]
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return each turn of the assistant, with the text before it that its tokens depend on."""
-        turns: dict[int, Piece | None]
-        turns = {position: None for position, message in enumerate(messages) if message["role"] == "assistant"}
-        for form in _forms(messages):
-            turns = {position: turn or self._turn(form, position) for position, turn in turns.items()}
-            if None not in turns.values():
+        turns = {
+            position: _Turn([], _texts(message))
+            for position, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+        for form in template_forms(messages, self._takes_thoughts):
+            for position, best in turns.items():
+                if best.missing or not best.pieces:
+                    turn = self._turn(form, position)
+                    if turn is not None and (not best.pieces or len(turn.missing) < len(best.missing)):
+                        turns[position] = turn
+            if all(turn.pieces and not turn.missing for turn in turns.values()):
                 break
-        pieces: list[Piece] = []
-        for position, turn in turns.items():
-            spoken = filter(None, _own_texts(messages[position]))
-            apart = [Piece(text, is_apart=number == 0) for number, text in enumerate(spoken)]
-            pieces += apart if turn is None else [turn]
-        return pieces
+        return [piece for turn in turns.values() for piece in (*turn.pieces, *_apart(turn.missing))]
 
-    def _turn(self, messages: Sequence[Message], position: int) -> Piece | None:
-        """Return the turn of one assistant message; None where the template refuses it or it does not count."""
+    def _turn(self, messages: Sequence[Message], position: int) -> _Turn | None:
+        """Return the turn of one assistant message; None where the template refuses it, or shows none of its words."""
         try:
             before = self._template.render(messages[:position], add_generation_prompt=True)
-            text = self._template.render(messages[: position + 1])
+            text, marked = self._template.render_marked(messages[: position + 1])
         except ChatError:
             return None
-        start = self._start(before, text)
-        stop = self._stop(messages, position, text, start)
-        if stop is None:
+        start = self._start(messages, position, before, text)
+        if start is None:
             return None
+        marked = [span for span in marked if span[1] > start]
+        visible = _only(text, marked) if marked else text
+        found, missing = self._find_words(messages[position], visible, start, messages[:position])
+        if missing and not found:
+            return None
+        if not marked:
+            last = max([start, *(stop for _, stop in found)])
+            whole, stop = self._stop(messages, position, text, last)
+            rest = self._border.sub("", _without(whole[:stop], found)[start:]).replace("\0", "")
+            # The template may have put words of other messages among those of its own.
+            if rest.strip() and self._end_of_others(messages, position, text) > start:
+                return None
+            text, marked = whole, [(start, stop)]
+        return _Turn([self._piece(text, *span) for span in marked], missing)
+
+    def _piece(self, text: str, start: int, stop: int) -> Piece:
         begin = self._last_border(text, start)
         return Piece(text[begin:stop], start - begin)
 
     @cached_property
-    def _usual(self) -> tuple[str, str]:
-        """Find the generation prompt and the token that ends a turn of words, by one question; "" where none shows."""
-        question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}
-        for form in _forms([question, answer]):
+    def _layout(self) -> _Layout:
+        """Learn the layout from a question, an answer and another question."""
+        chat = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+        for form in template_forms([*chat, {"role": "user", "content": _NEXT}]):
             with suppress(ChatError):
-                asked, prompted = (self._template.render(form[:1], prompted) for prompted in (False, True))
-                text = self._template.render(form)
-                if _PROBE in text:
-                    end = self._end.search(text, text.rindex(_PROBE))
-                    prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
-                    return prompt, end.group() if end else ""
-        return "", ""
+                asked, prompted = (self._template.render(form[:1], is_prompted) for is_prompted in (False, True))
+                text = self._template.render(form[:2])
+                if _ANSWERED in text:
+                    followed = ""
+                    with suppress(ChatError):
+                        followed = self._template.render(form)
+                    return self._learn(form[:2], asked, prompted, text, followed)
+        return _Layout()
 
-    def _start(self, before: str, text: str) -> int:
-        """Return where the turn begins: behind the longest common prefix of the two renderings."""
+    def _learn(self, chat: Sequence[Message], asked: str, prompted: str, text: str, followed: str) -> _Layout:
+        prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
+        header = text[len(asked) : text.index(_ANSWERED)] if text.startswith(asked) else ""
+        with suppress(ChatError):
+            thought = {**chat[1], **dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _NEXT)}
+            header = header[: self._common(header, self._template.render([chat[0], thought])[len(asked) :])]
+        # The last space of "Assistant: " is one token with the word behind it.
+        openings = [prompt, prompt[: self._common(prompt, header)]] if prompt.strip() else [header.rstrip(" ")]
+        only_last = late_end = ""
+        tail, between = text[text.rindex(_ANSWERED) + len(_ANSWERED) :], followed.rpartition(_NEXT)[0]
+        if _ANSWERED in between:
+            between = between[between.rindex(_ANSWERED) + len(_ANSWERED) :]
+            # What stands before the next question is its header as far as it stands before the first, too.
+            common, first = self._common(tail, between), asked.partition(_ASKED)[0]
+            cut = len(between) - _common_length(between[common:][::-1], first[::-1])
+            cut = token.end() if (token := self._token_around(between, cut)) else cut
+            stop, _ = self._end_of_turn(between, 0, cut)
+            if stop and tail.startswith(between[:stop]) and self._end.search(tail, stop):
+                only_last = tail[stop:]
+            elif (late := self._late_eos.match(between)) and not self._end_of_turn(tail, 0, len(tail))[1]:
+                late_end = late.group()
+        known = tuple(opening for opening in openings if opening.strip())
+        return _Layout(known, only_last, late_end)
+
+    def _end_of_turn(self, text: str, start: int, stop: int) -> tuple[int, bool]:
+        """Return where the first end of text, or else the last special token ends, 0 without one; and which it is."""
+        ends = list(self._end.finditer(text, start, stop))
+        eos = next((end.end() for end in ends if end.group() in self._eos), 0)
+        return eos or (ends[-1].end() if ends else 0), bool(eos)
+
+    def _start(self, messages: Sequence[Message], position: int, before: str, text: str) -> int | None:
+        """Return where a turn begins in the rendering up to it; None where that is not certain."""
+        layout = self._layout
         if text.startswith(before):
-            return len(before)
-        letters = zip(before, text, strict=False)
-        start = next((place for place, (one, other) in enumerate(letters) if one != other), len(text))
-        # The history spells something else than the generation prompt. It may still have the prompt, behind a shift,
-        # as where a template ends the whole text and not each turn.
-        prompt, _ = self._usual
-        found = text.find(prompt, max(start - len(prompt), 0), start + 2 * len(prompt)) if prompt.strip() else -1
-        if found >= 0:
-            return found + len(prompt)
-        # Letters that two added tokens share, as <think> and <tool_call> do, are no common prefix.
-        cut = [token.start() for one in (before, text) if (token := self._token_around(one, start)) is not None]
-        return min([start, *cut])
+            start = len(before)
+            # A template may have no generation prompt, or none behind the result of a tool.
+            header = "" if before.endswith(layout.openings[:1]) else "".join(layout.openings[:1])
+            return start + len(header) if text.startswith(header, start) else start
+        behind = self._end_of_others(messages, position, text)
+        for opening in layout.openings:
+            if (found := text.find(opening, behind)) >= 0:
+                return found + len(opening)
+        start = self._common(before, text)
+        return start if start >= behind else None
 
-    def _stop(self, messages: Sequence[Message], position: int, text: str, start: int) -> int | None:
-        """Return where the turn that begins at `start` ends; None unless it counts."""
-        message = messages[position]
-        content, reasoning, calls = _content(message), _reasoning(message), list(_call_words(message))
-        prompt, usual_end = self._usual
-        # What the generation prompt opens, such as a thought, may stand in the message, too.
-        low = max(start - len(prompt), 0)
-        own = [self._find(text, content, low)]
-        if isinstance(reasoning, str) and own[0] is not None:
-            own.append(self._find(text, reasoning, low, own[0][0] if content.strip() else len(text)))
-        for spellings in calls:
-            places = [place for words in spellings if (place := self._find(text, words, low)) is not None]
-            own.append(max(places, key=lambda place: place[1], default=None))
-        held = [place for place in own if place is not None]
-        if len(held) < len(own):
+    def _end_of_others(self, messages: Sequence[Message], position: int, text: str) -> int:
+        """Return where the words of the messages before a turn end: at the end where the template takes no others."""
+        changed = [_changed(message, "content") if content_text(message).strip() else message for message in messages]
+        try:
+            other = self._template.render([*changed[:position], messages[position]])
+        except ChatError:
+            return len(text)
+        return len(text) - _common_length(text[::-1], other[::-1])
+
+    def _stop(self, messages: Sequence[Message], position: int, text: str, last: int) -> tuple[str, int]:
+        """Return the rendering in which a turn is whole, and where it ends there; its words end at `last`."""
+        layout, num_read = self._layout, position + 1
+        stop = len(text.removesuffix(layout.only_last))
+        end, is_eos = self._end_of_turn(text, last, stop)
+        if not is_eos and num_read < len(messages):
+            if layout.late_end and messages[num_read]["role"] == "user":
+                whole = text[: max(last, len(text.rstrip()))] + layout.late_end
+                return whole, len(whole)
+            with suppress(ChatError):
+                following = self._template.render(messages[: num_read + 1])
+                late = self._late_eos.match(following, len(text))
+                if late is not None and following.startswith(text):
+                    return following, late.end()
+        return text, end or stop
+
+    def _find_words(
+        self, message: Message, text: str, low: int, others: Sequence[Message] | None = None
+    ) -> tuple[list[Span], list[str]]:
+        """Find the words of a message behind a place; return where they stand, and the texts that do not.
+
+        Where `others`, the messages before it, are given, short words are found by changing them.
+        """
+        found: list[Span] = []
+        missing: list[str] = []
+        content = content_text(message)
+        for key, words in (("content", content), ("reasoning_content", message.get("reasoning_content", ""))):
+            rest = _without(text, found)
+            place, is_short = self._find(rest, words, low), 0 < len(words.strip()) < _LONG_WORDS
+            if is_short and others is not None:
+                place = self._find_changed([*others, message], key, text, place)
+            if place is not None or is_short:
+                found += [place] if place and words.strip() else []
+                missing += [] if place else [words]
+                continue
+            # A template may take thoughts out of a content, to show them elsewhere or not at all.
+            *inner, behind = _TAG.split(words)
+            places = [self._find(rest, part, low) for part in (*inner, behind)]
+            found += [each for each in places if each is not None and each[0] < each[1]]
+            if None in places:
+                is_cut = inner and behind.strip() and places[-1] is not None
+                missing.append(words.removesuffix(behind) if is_cut else words)
+        rest = self._border.sub(lambda token: "\0" * len(token.group()), _without(text, found))
+        for call, call_words in call_texts(message):
+            places = [
+                max(filter(None, (self._find(rest, words, low) for words in spellings)), default=None)
+                for spellings in call_words
+            ]
+            if None in places:
+                missing.append(call)
+            else:
+                found += filter(None, places)
+        return found, missing
+
+    def _find_changed(self, messages: Sequence[Message], key: str, text: str, place: Span | None) -> Span | None:
+        """Find where short words of the last message end, by adding to them; `place` where that cannot be told."""
+        try:
+            other = self._template.render([*messages[:-1], _changed(messages[-1], key)])
+        except ChatError:
+            return place
+        if (stop := other.rfind(_PROBE)) < 0:
             return None
-        last = max(start, *(stop for _, stop in held))
-        end = self._end.search(text, last)
-        stop = len(text) if end is None else end.end()
-        # Behind a tool call or a thought, closing marks may come first: the turn ends as one of words does.
-        if (calls or not content.strip()) and usual_end and (found := text.find(usual_end, last)) >= 0:
-            stop = found + len(usual_end)
-        return stop if self._has_no_others(messages[:position], text, start, stop, held) else None
+        words = content_text(messages[-1]) if key == "content" else messages[-1][key]
+        start = other.rfind(words.strip(), 0, stop)
+        stop = start + len(words.strip())
+        return (start, stop) if start >= 0 and text[:stop] == other[:stop] else place
 
-    def _has_no_others(
-        self, others: Sequence[Message], text: str, start: int, stop: int, own: Sequence[tuple[int, int]]
-    ) -> bool:
-        """Check that a turn, apart from the message's own words, holds no text of another message."""
-        rest: list[str] = []
-        at = start
-        for first, behind in [*sorted(own), (stop, stop)]:
-            rest += map(str.strip, self._border.split(text[at : max(first, at)]))
-            at = max(at, behind)
-        if not any(rest):
-            return True
-        previous = next((words for words in map(_content, reversed(others)) if words.strip()), "").strip()
-        if 0 < len(previous) < _BORROWED_CHARS and text.find(previous, 0, start) < 0:
-            return False
-        told = "\n".join(words for message in others for words in _own_texts(message))
-        grams = (part[at : at + _BORROWED_CHARS] for part in rest for at in range(len(part) - _BORROWED_CHARS + 1))
-        return not any(gram in told and gram not in self._template.source for gram in grams)
-
-    def _find(self, text: str, words: str, low: int, high: int | None = None) -> tuple[int, int] | None:
-        """Return the last place between `low` and `high` that has the words, white space aside, or None."""
-        high = len(text) if high is None else high
+    def _find(self, text: str, words: str, low: int) -> Span | None:
+        """Return the last place from `low` on that has the words, white space aside, or None."""
         wanted = words.strip()
         if not wanted:
             return low, low
-        at = text.rfind(wanted, low, high)
-        # Letters of an added token are no words.
-        while (
-            at >= 0
-            and len(wanted) < self._longest
-            and any(self._token_around(text, place) for place in (at, at + len(wanted)))
-        ):
-            at = text.rfind(wanted, low, at + len(wanted) - 1)
-        if at >= 0:
+        if (at := text.rfind(wanted, low)) >= 0:
             return at, at + len(wanted)
-        shown = [index for index in range(low, high) if not text[index].isspace()]
+        shown = [index for index in range(low, len(text)) if not text[index].isspace()]
         wanted = "".join(words.split())
-        at = "".join(text[low:high].split()).rfind(wanted)
+        at = "".join(text[low:].split()).rfind(wanted)
         return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
 
     def _last_border(self, text: str, stop: int) -> int:
@@ -393,10 +421,22 @@ class ChatRenderer:
                 return starts[-1]
         return 0
 
+    def _common(self, one: str, other: str) -> int:
+        """Return how many characters two texts begin with in common, without a part of an added token."""
+        place = _common_length(one, other)
+        # <think> and <tool_call> share a letter.
+        cut = [token.start() for text in (one, other) if (token := self._token_around(text, place)) is not None]
+        return min([place, *cut])
+
     def _token_around(self, text: str, place: int) -> re.Match[str] | None:
         """Return the added token that has a place inside it, not at its ends, or None."""
         nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
         return next((token for token in nearby if token.start() < place < token.end()), None)
+
+
+def _common_length(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -404,103 +444,39 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield a chat in the forms that templates take, the usual one first.
-
-    Contents are text, or in parts for templates that take nothing else. A missing content is empty, or None for those
-    that ask for it. Arguments of tool calls are objects, since most templates write them as JSON and would quote JSON
-    text (vLLM parses them, too), or JSON text.
-    """
-    has_calls = any(message.get("tool_calls") for message in messages)
-    is_short = any(message["content"] is None for message in messages)
-    for as_text, null, in_parts in product(
-        (False, True) if has_calls else (False,), ("", None) if is_short else ("",), (False, True)
-    ):
-        with suppress(ChatError):
-            yield [_formed(message, as_text, null, in_parts) for message in messages]
-
-
-def _formed(message: Message, as_text: bool, null: str | None, in_parts: bool) -> Message:
-    content, calls, reasoning = message["content"], message.get("tool_calls"), _reasoning(message)
-    if content is None:
-        message = {**message, "content": null}
-    elif in_parts and isinstance(content, str):
-        message = {**message, "content": [{"type": "text", "text": content}]}
-    elif not in_parts and isinstance(content, list):
-        if not all(isinstance(_text_of(part), str) for part in content):
-            raise ChatError("a content has parts that are no text")
-        message = {**message, "content": _content(message)}
-    if isinstance(calls, list):
-        message = {**message, "tool_calls": [_formed_call(call, as_text) for call in calls]}
-    if reasoning is not None:
-        # Under every name that templates read, as transformers' apply_chat_template has it.
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return message
-
-
-def _formed_call(call: Any, as_text: bool) -> Any:
-    function = _function(call)
-    if "arguments" not in function:
-        return call
-    arguments = function["arguments"]
-    if not as_text:
-        arguments = _parsed(arguments)
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
-
-
-def _function(call: Any) -> Mapping[str, Any]:
-    """Return the name and arguments of a tool call, which OpenAI's form has under `function`."""
-    found = call.get("function", call) if isinstance(call, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _parsed(arguments: Any) -> Any:
-    parsed = _json(arguments) if isinstance(arguments, str) else None
-    return arguments if parsed is None else parsed
-
-
-def _reasoning(message: Message) -> Any:
-    return next((message[key] for key in _REASONING if message.get(key) is not None), None)
-
-
-def _text_of(part: Any) -> Any:
-    return part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
-
-
-def _content(message: Message) -> str:
-    """Return the text of a message's content, parts with line ends between them as in vLLM."""
-    content = message["content"]
-    if isinstance(content, list):
-        return "\n".join(text for text in map(_text_of, content) if isinstance(text, str))
-    return content or ""
-
-
-def _calls(message: Message) -> list[tuple[str, Any]]:
-    """Return name and arguments of each tool call."""
-    calls = message.get("tool_calls")
-    functions = [function for call in (calls if isinstance(calls, list) else []) if (function := _function(call))]
-    return [(str(function.get("name")), _parsed(function.get("arguments"))) for function in functions]
-
-
-def _own_texts(message: Message) -> list[str]:
+def _texts(message: Message) -> list[str]:
     """Return what a message says: its reasoning, its content, and its tool calls as JSON."""
-    reasoning = _reasoning(message)
-    calls = [
-        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in _calls(message)
-    ]
-    return [reasoning if isinstance(reasoning, str) else "", _content(message), *calls]
+    texts = [message.get("reasoning_content", ""), content_text(message), *(call for call, _ in call_texts(message))]
+    return [text for text in texts if text.strip()]
 
 
-def _call_words(message: Message) -> Iterator[tuple[str, ...]]:
-    """Yield every word of the tool calls, each in the ways that templates spell it."""
-    waiting: list[Any] = [*_calls(message)]
-    for value in waiting:
-        if isinstance(value, Mapping):
-            waiting += [part for item in value.items() if item[1] is not None for part in item]
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, str):
-            yield value, json.dumps(value, ensure_ascii=False)[1:-1]
+def _apart(texts: Sequence[str]) -> list[Piece]:
+    return [Piece(text, is_apart=number == 0) for number, text in enumerate(texts)]
+
+
+def _changed(message: Message, key: str) -> Message:
+    """Add letters that stand nowhere else to a message's content, or to its reasoning under every name."""
+    content = message["content"]
+    if key == "content":
+        if isinstance(content, list):
+            last = max(place for place, part in enumerate(content) if part.get("type") == "text")
+            part = {**content[last], "text": content[last]["text"] + _PROBE}
+            return {**message, "content": [*content[:last], part, *content[last + 1 :]]}
+        return {**message, "content": f"{content}{_PROBE}"}
+    thought = message[key] + _PROBE
+    if isinstance(content, list):
+        content = [{**part, "thinking": thought} if part.get("type") == "thinking" else part for part in content]
+    return {**message, "content": content, **dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)}
+
+
+def _without(text: str, spans: Sequence[Span]) -> str:
+    """Blank parts of a text."""
+    for start, stop in spans:
+        text = f"{text[:start]}{chr(0) * (stop - start)}{text[stop:]}"
+    return text
+
+
+def _only(text: str, spans: Sequence[Span]) -> str:
+    """Blank all but parts of a text."""
+    borders = [0, *(place for span in spans for place in span), len(text)]
+    return _without(text, list(zip(borders[::2], borders[1::2], strict=True)))

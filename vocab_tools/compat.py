@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from torch import Tensor
 
 
 def compile_chat_template(source: str) -> Template:
@@ -96,3 +98,10 @@ def unread_attributes() -> frozenset[str]:
 
     words = ("backward", "state_dict", "persistent", "with_kwargs", "always_called")
     return frozenset(name for name in vars(nn.Module()) if any(word in name for word in words))
+
+
+def copy_together_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its tensor, on a GPU in few launches."""
+    import torch
+
+    torch._foreach_copy_(list(tensors), list(sources))

@@ -124,8 +124,8 @@ def count_tokens(
                 )
     if apart:
         say(
-            f"{apart:,} messages of the assistant were counted by themselves, without an end of turn: the chat "
-            "template refuses them, or drops a part of them"
+            f"{apart:,} messages hold words that were counted by themselves, without an end of turn: the chat template "
+            "refuses them, or does not show them"
         )
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 

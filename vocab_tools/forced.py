@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .chats import ChatError, ChatSpec, ChatTemplate
+from .chats import ChatSpec, ChatTemplate
 from .errors import UsageError
+from .messages import ChatError
 from .tokenizer import LoadedTokenizer
 
 # Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers without generation settings. The

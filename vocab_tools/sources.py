@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .chats import ChatError, messages_in_text, normalise_messages
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
+from .messages import ChatError, messages_in_text, normalise_messages
 from .records import BATCH_ROWS, PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]

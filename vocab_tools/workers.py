@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
+from .chats import ChatRenderer, ChatSpec, Piece
 from .encoding import Encoded, EncoderSpec, build_encoder, encode_all, encode_tail
 from .errors import EagleSlimError
+from .messages import ChatError, kind_of, normalise_messages
 from .records import BadRecord, Block
 from .sources import OpenSource
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.taps import default_taps
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, choose_drafter
@@ -30,23 +30,31 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
-from eagle_slim.runtime.step.decoder import Decoder, Phase
-from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD
+from eagle_slim.runtime.step.decoder import Decoder
+from eagle_slim.runtime.step.graphs import Phase
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
+from eagle_slim.runtime.step.kernels.slot_state import RECORD_HEAD
+from eagle_slim.runtime.step.partial import PartialChains
 from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
+from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels import attention
-from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionTiles, tree_attention
+from eagle_slim.runtime.target.kernels import attention, attention_kernels
+from eagle_slim.runtime.target.kernels.attention import (
+    AttentionParams,
+    AttentionScratch,
+    AttentionTiles,
+    tree_attention,
+)
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
 from triton import AsyncCompileMode, JITFunction
 
-from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
+from benchmarks.shared.drawn_verdicts import DrawnSurvivals, DrawnVerdicts, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us
 
 LAYERS = {
@@ -193,20 +201,35 @@ class RandomModel:
         decoder over as many rows.
         """
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab, draft_weights)
-        return Decoder(self.target, cache, drafter, self._waits)
+        return Decoder.of_drafter(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(
+        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, drawn: Sequence[int] | Tensor
+    ) -> Decoder:
+        """Build a drafting decoder whose steps accept what is ``drawn`` (`DrawnVerdicts`)."""
+        verdicts = DrawnVerdicts(drawn, cache.num_slots, self.target.device)
+        drafter = self._drafter(cache, tree, draft_vocab)
+        return Decoder.of_drafter(self.target, cache, drafter, self._waits, revise=verdicts)
+
+    def partial_decoder(
         self,
         cache: KVCache,
         tree: TreeConfig,
         draft_vocab: int,
-        *drawn: Any,
-        kind: Any = DrawnDecoder,
-        option: PartialVerification | None = None,
-    ) -> Any:
-        """Build a drafting decoder of a ``kind`` over what is ``drawn``; ``option``: how it runs ahead, if it does."""
+        option: PartialVerification,
+        drawn: Sequence[int],
+        survivals: Sequence[int],
+    ) -> tuple[Decoder, DrawnSurvivals]:
+        """Build a decoder of partial verification whose partial passes accept ``drawn`` lengths.
+
+        Its full passes confirm ``survivals``; returned with it.
+        """
         drafter = self._drafter(cache, tree, draft_vocab)
-        return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
+        verdicts = DrawnVerdicts(drawn, cache.num_slots, self.target.device)
+        slots = Slots.of_chains(self.target, cache, drafter, option.chain)
+        chains = PartialChains(self.target, cache, slots, drafter, option, self._waits, verdicts)
+        confirmed = DrawnSurvivals(survivals, chains)
+        return Decoder(self.target, cache, slots, chains, self._waits, revise=confirmed), confirmed
 
     def _drafter(
         self, cache: KVCache, tree: TreeConfig, draft_vocab: int, draft_weights: str = "bf16"
@@ -296,14 +319,14 @@ def run_once(
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
     """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has used so far."""
     decoder.fill_(num_active, prefix)
-    if isinstance(decoder, DrawnDecoder):
-        decoder.turns.fill_(turn)
+    if isinstance(decoder.steps.revise, DrawnVerdicts):
+        decoder.steps.revise.turns.fill_(turn)
 
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
     """Set the numbers and the noise keys that steps with the rules `SAMPLED` use."""
-    decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0]))
-    decoder.choice.keys.random_()
+    decoder.slots.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0]))
+    decoder.slots.choice.keys.random_()
 
 
 def filled_phases(decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY) -> Iterator[Phase]:
@@ -341,7 +364,7 @@ def phase_times(
 def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10) -> float:
     """Time a prompt of ``num_tokens`` up to its first new token: milliseconds of the device, the median."""
     decoder.clear_()
-    numbers = decoder.box.numbers
+    numbers = decoder.slots.box.numbers
     numbers.fill_(-1)
     numbers[:4] = torch.tensor([0, num_tokens, 1 << 20, 0])
     run = partial(decoder.enter, num_tokens, GREEDY)
@@ -365,13 +388,13 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     """Return a run of all layers' attention over the tree that one sequence drafted last, after ``prefix`` tokens."""
     target = decoder.target
-    assert decoder.drafter is not None
+    assert decoder.drafts.drafter is not None
     assert isinstance(target, FusedTarget)
-    tree = decoder.drafter.bufs
+    tree, nodes = decoder.drafts.drafter.bufs, decoder.drafts.buffers(decoder.tree).nodes
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
-    rows, first = ForwardRows.allocate(1, decoder.shape.nodes, lengths), torch.zeros_like(lengths)
+    rows, first = ForwardRows.allocate(1, nodes, lengths), torch.zeros_like(lengths)
     decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
-    bufs = target.new_buffers(1, decoder.shape.nodes, decoder.shape.nodes, decoder.cache.capacity)
+    bufs = target.new_buffers(1, nodes, nodes, decoder.cache.capacity)
     bufs.query.normal_()
 
     def run() -> None:
@@ -386,15 +409,52 @@ def step_with_tiles(
     decoder: Decoder, num_active: int, prefix: int, tiles: AttentionTiles
 ) -> tuple[Callable[[], None], Tensor]:
     """Return a greedy step whose attention has these tiles, and the logits of its first run after ``prefix`` tokens."""
-    assert decoder.features is not None
-    decoder._graphs.clear()
-    decoder.features.zero_()
+    assert decoder.slots.features is not None
+    decoder.graphs.kept.clear()
+    decoder.slots.features.zero_()
     with mock.patch.object(attention, "attention_tiles", return_value=tiles):
         fill(decoder, num_active, prefix)
         decoder.step(num_active, GREEDY, decoder.tree)
-    places = decoder.places_for(num_active)
-    run = decoder._graphs_for(GREEDY).get(("step", decoder.tree, places))
-    return run or partial(decoder.step, num_active, GREEDY, decoder.tree), decoder.shape.bufs.logits.clone()
+    run = decoder.graphs.get(("step", decoder.tree, decoder.batch_for(num_active)), GREEDY)
+    logits = decoder.drafts.buffers(decoder.tree).bufs.logits.clone()
+    return run or partial(decoder.step, num_active, GREEDY, decoder.tree), logits
+
+
+class CountingKernel:
+    """Launches attention's main parts, and counts the blocks of keys that they go through."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_blocks = torch.zeros(1, dtype=torch.int32, device=device)
+        self._kernel = attention_kernels.main_kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the launch over a grid, with a counter in the place of the last argument."""
+
+        def launch(*given: Any, **options: Any) -> None:
+            self._kernel[grid](*given[:-1], self.num_blocks, **options)
+
+        return launch
+
+
+def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: AttentionTiles) -> int:
+    """Count the blocks of keys that main parts of these tiles go through in one layer of a step, by the kernel."""
+    for phase in filled_phases(decoder, num_active, prefix):
+        phase.run()
+        if phase.name == "verify":
+            break
+    trees, (keys, values) = decoder.drafts.buffers(decoder.tree), decoder.cache.layers[0]
+    batch, shape, device = decoder.batch_for(num_active), decoder.target.layer_shapes[0], decoder.target.device
+    query = torch.zeros((batch * trees.nodes, shape.heads * shape.key_dim), dtype=keys.dtype, device=device)
+    sizes = [(shape.heads, shape.kv_heads, shape.key_dim)]
+    counting = CountingKernel(device)
+    with (
+        mock.patch.object(attention_kernels, "main_kernel", counting),
+        mock.patch.object(attention, "attention_tiles", return_value=tiles),
+    ):
+        scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
+        rows = trees.rows(batch).attention
+        tree_attention(query, keys, values, rows, AttentionParams(1.0), torch.empty_like(query), scratch)
+    return int(counting.num_blocks)
 
 
 class StepsRun(NamedTuple):
@@ -412,7 +472,7 @@ def run_steps(
 
     ``chooser`` chooses the shape of each, after ``context`` tokens; timing a shape first, on a GPU, is not counted.
     """
-    record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
+    record, device, places = decoder.state.record, decoder.target.device, decoder.batch_for(num_active)
     first_rank = RECORD_HEAD + decoder.state.path.shape[1] + 1
     # One for each step: none is read before its copy is done, or overwritten before it is read.
     values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=record.is_cuda)
@@ -436,7 +496,7 @@ def run_steps(
             if ready:
                 ready[step].record()
             shapes.append(shape)
-            pauses.append(decoder.num_pauses)
+            pauses.append(decoder.graphs.num_pauses)
         if step == 0:
             continue
         read = step - 1
@@ -460,12 +520,12 @@ def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
     """
     if decoders[0][0].has_graphs:
         launch = mock.patch.object(
-            JITFunction, "__getitem__", lambda own, grid: partial(own.run, grid=grid, warmup=True)
+            JITFunction, "__getitem__", lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
         )
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
             for decoder, count in decoders:
-                phases = decoder.phases(decoder.places_for(count), GREEDY, decoder.tree)
-                decoder._practise([phase.run for phase in phases if phase.name != "draft"])
+                phases = decoder.steps.of(decoder.batch_for(count), GREEDY, decoder.tree)
+                decoder.graphs.practise([phase.run for phase in phases if phase.name != "draft"])
     for decoder, count in decoders:
         fill(decoder, count, prefix)
         run_steps(decoder, count, 2)
@@ -483,24 +543,25 @@ def take_turns(
     runs: list[list[StepsRun]] = [[] for _ in decoders]
     numbers = [steps] * len(decoders) if isinstance(steps, int) else steps
     for turn in range(-1, rounds):
-        for decoder, own, number in zip(decoders, runs, numbers, strict=True):
+        for decoder, decoded, number in zip(decoders, runs, numbers, strict=True):
             fill(decoder, batch, prefix, max(turn, 0) * number)
             run = run_steps(decoder, batch, 2 if turn < 0 else number)
             if turn >= 0:
-                own.append(run)
+                decoded.append(run)
     found = []
-    for decoder, own in zip(decoders, runs, strict=True):
-        accepted = sum(run.tokens for run in own) / sum(run.passes for run in own)
-        step_ms = statistics.median(run.step_ms for run in own)
+    for decoder, decoded in zip(decoders, runs, strict=True):
+        accepted = sum(run.tokens for run in decoded) / sum(run.passes for run in decoded)
+        step_ms = statistics.median(run.step_ms for run in decoded)
         row = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": accepted * batch / step_ms * 1e3}
-        if isinstance(decoder, DrawnDecoder):
-            row["is_length_met"] = abs(accepted - float(decoder.drawn.double().mean())) <= SPARE_LENGTH
+        if isinstance(decoder.steps.revise, DrawnVerdicts):
+            drawn = float(decoder.steps.revise.drawn.double().mean())
+            row["is_length_met"] = abs(accepted - drawn) <= SPARE_LENGTH
         found.append(row)
     return found
 
 
 @torch.inference_mode()
-def measure_ahead(
+def measure_partial(
     model: RandomModel,
     draft_vocab: int,
     tree: TreeConfig,
@@ -512,29 +573,31 @@ def measure_ahead(
     steps: int,
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
-    """Measure a row for every option and chance: ``steps`` with full passes, as many that run ahead, and their ratio.
+    """Measure a row for every option and chance: plain steps, ``steps`` with full passes, and partial verification.
 
-    The ratio is that of tokens/s. A step that runs ahead holds ``num_steps`` trees, so fewer of them are run.
+    All in turn. Ratios are those of tokens/s: partial verification over full passes, and either over plain steps. A
+    step of partial verification holds ``num_steps`` trees, so fewer of them are run; plain steps are all alike.
     """
     room = tree.total_tokens + (steps + 2) * max(option.num_tokens + 1 for option in options)
     cache = model.new_cache(batch, prefix + room)
     lengths = draw_lengths(accepted + SPARE_LENGTH, tree.path_width)
-    full = model.drawn_decoder(cache, tree, draft_vocab, lengths)
+    plain, full = model.decoder(cache, None), model.drawn_decoder(cache, tree, draft_vocab, lengths)
     base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
     for option in options:
         drawn = [survivals(chance, option.num_tokens) for chance in chances]
-        ahead = model.drawn_decoder(
-            cache, tree, draft_vocab, lengths, drawn[0], kind=DrawnPartialDecoder, option=option
-        )
-        for chance, own in zip(chances, drawn, strict=True):
-            ahead.survivals.copy_(torch.tensor(own))
-            numbers = [steps, max(1, steps // option.num_steps)]
-            before, now = take_turns([full, ahead], batch, prefix, numbers, rounds)
+        ahead, confirmed = model.partial_decoder(cache, tree, draft_vocab, option, lengths, drawn[0])
+        for chance, lengths_ahead in zip(chances, drawn, strict=True):
+            confirmed.survivals.copy_(torch.tensor(lengths_ahead))
+            numbers = [max(1, steps // 4), steps, max(1, steps // option.num_steps)]
+            without, before, now = take_turns([plain, full, ahead], batch, prefix, numbers, rounds)
             yield base | {
                 "blocks": option.num_blocks,
                 "steps_ahead": option.num_steps,
                 "survival": chance,
+                "plain": without,
                 "full": before,
                 "ahead": now,
                 "ratio": now["tokens_per_s"] / before["tokens_per_s"],
+                "full_over_plain": before["tokens_per_s"] / without["tokens_per_s"],
+                "over_plain": now["tokens_per_s"] / without["tokens_per_s"],
             }

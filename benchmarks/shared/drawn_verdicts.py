@@ -2,7 +2,7 @@
 
 A step does all its usual work: the tree is drafted and verified, the target chooses its tokens. Only then,
 inside the same graph, one more kernel overwrites some of the choices, so that the walk accepts a drawn path of the
-drafted tree (`DrawnDecoder`). What is accepted is counted as usual, too.
+drafted tree (`DrawnVerdicts`). What is accepted is counted as usual, too.
 
 Drawn ahead, and taken in turn, each slot beginning elsewhere: lengths of paths, with a given mean (`draw_lengths`); or,
 for shapes of trees side by side, the rank of the accepted child at each level (`draw_ranks`). What a tree is not deep
@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.step.choice import HostChoice
-from eagle_slim.runtime.step.decoder import Decoder
-from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
-from eagle_slim.runtime.step.run_ahead import PartialDecoder
+from eagle_slim.runtime.step.partial import PartialChains
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
@@ -118,12 +113,12 @@ def _draw_paths_kernel(
         for level in tl.static_range(DEEPEST):
             child = tl.min(tl.where((parent == child) & (rank == tl.load(drawn + level)), node, BLOCK))
             at = tl.where(child < BLOCK, child, at)
-    own = tl.sum(tl.where(node == at, choice, 0))
+    accepted = tl.sum(tl.where(node == at, choice, 0))
     is_child = parent == at
     taken = tl.sum((is_child[:, None] & (token[:, None] == node[None, :])).to(tl.int32), 0)
     free = tl.min(tl.where(taken == 0, node, BLOCK))
-    is_drafted = tl.sum((is_child & (token == own)).to(tl.int32)) > 0
-    choice = tl.where(node == at, tl.where(is_drafted, free, own), choice)
+    is_drafted = tl.sum((is_child & (token == accepted)).to(tl.int32)) > 0
+    choice = tl.where(node == at, tl.where(is_drafted, free, accepted), choice)
     for _ in tl.static_range(DEEPEST):
         above = tl.sum(tl.where(node == at, parent, 0))
         drafted = tl.sum(tl.where(node == at, token, 0))
@@ -158,50 +153,41 @@ def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor, owed
     )
 
 
-class DrawnDecoder(Decoder):
-    """A drafting decoder whose steps accept ``drawn`` lengths or ranks, in turn, instead of what its target would."""
+class DrawnVerdicts:
+    """Accepts ``drawn`` lengths or ranks of drafted trees, in turn, instead of the target's choices (`Revision`)."""
 
-    def __init__(self, drawn: Sequence[int] | Tensor, *args: Any) -> None:
-        super().__init__(*args)
-        self.drawn = torch.as_tensor(drawn, dtype=torch.int32, device=self.target.device)
-        self.turns, self.owed = torch.zeros((2, self.num_slots), dtype=torch.int32, device=self.target.device)
+    def __init__(self, drawn: Sequence[int] | Tensor, num_slots: int, device: torch.device) -> None:
+        self.drawn = torch.as_tensor(drawn, dtype=torch.int32, device=device)
+        self.turns, self.owed = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
         """Rows that each slot has taken, and tokens that it still owes."""
 
-    def choose(
-        self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
-    ) -> None:
-        """Choose as usual, then draw, but for plain steps."""
-        super().choose(logits, trees, rules, host, choices)
-        if choices.shape[1] > 1:
-            draw_paths(choices, trees, self.drawn, self.turns, self.owed)
+    def __call__(self, trees: Trees, choices: Tensor) -> None:
+        """Overwrite the choices at all drafted trees."""
+        draw_paths(choices, trees, self.drawn, self.turns, self.owed)
 
 
-class DrawnPartialDecoder(PartialDecoder):
-    """Runs ahead by drawn lengths, of which full passes confirm as many tokens as ``survivals``, in turn."""
+class DrawnSurvivals:
+    """Confirms as many tokens of a full pass's ``chains`` as ``survivals``, in turn (`Revision`)."""
 
-    def __init__(self, lengths: Sequence[int], survivals: Sequence[int], *args: Any) -> None:
-        super().__init__(*args, new_ahead=partial(DrawnDecoder, lengths))
-        self.survivals = torch.tensor(survivals, dtype=torch.int32, device=self.target.device)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+    def __init__(self, survivals: Sequence[int], chains: PartialChains) -> None:
+        self.chains = chains
+        self.survivals = torch.tensor(survivals, dtype=torch.int32, device=chains.lengths.device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=chains.lengths.device)
 
-    def choose(
-        self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
-    ) -> None:
-        """Choose as ever, then confirm what was drawn."""
-        super().choose(logits, trees, rules, host, choices)
-        if choices.shape[1] > 1:
-            self.count.clamp_(max=self.survivals[self.turn % len(self.survivals)])
-            self.take_as_is(choices)
-            self.turn += 1
+    def __call__(self, trees: Trees, choices: Tensor) -> None:
+        """Shorten the chains to what survives, and overwrite the choices with them."""
+        self.chains.lengths.clamp_(max=self.survivals[self.turn % len(self.survivals)])
+        self.chains.accept_chains(trees, choices)
+        self.turn += 1
 
 
-def survivals(chance: float, most: int) -> list[int]:
-    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``most`` at most.
+def survivals(chance: float, longest: int) -> list[int]:
+    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``longest`` at most.
 
     In the order of van der Corput's sequence, so that a short run of them has their mean, too.
     """
     if chance >= 1:
-        return [most] * NUM_SURVIVALS
+        return [longest] * NUM_SURVIVALS
     bits = NUM_SURVIVALS.bit_length() - 1
     places = [(int(f"{place:0{bits}b}"[::-1], 2) + 0.5) / NUM_SURVIVALS for place in range(NUM_SURVIVALS)]
-    return [min(most, int(math.log(place) / math.log(chance))) for place in places]
+    return [min(longest, int(math.log(place) / math.log(chance))) for place in places]

@@ -1,1 +1,1 @@
-"""The slim head on disk: its tensors, manifest and model card, and what each engine asks of it."""
+"""The format on disk, as readers of any head need it: names of files, checksums, manifest."""

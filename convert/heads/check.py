@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import names
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
-from ..rows.dtypes import FLOATS, LONG_NAMES
-from . import config as head_config
-from . import names
+from ..rows.files import FLOATS, LONG_NAMES
+from .config import EMBEDDING_TRAINED_KEY
 from .draft_head import LazyTensors
+from .taps import TAPS_FLAG, could_be_inputs, layer_ids, tap_layers, uses_aux_layers
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -75,9 +76,9 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
             "only a head without it is converted.",
         )
     warnings = _settle_num_layers(config, 1)
-    if config.get(head_config.EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
+    if config.get(EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
         warnings.append(
-            f"{head_config.EMBEDDING_TRAINED_KEY} says that the embedding was trained, but the file has none: the "
+            f"{EMBEDDING_TRAINED_KEY} says that the embedding was trained, but the file has none: the "
             "target's is used, so fewer drafts may be accepted"
         )
     config["tie_word_embeddings"] = False
@@ -102,7 +103,7 @@ def settle_taps(
     """
     hidden = config["hidden_size"]
     target_hidden = config.get("target_hidden_size") or hidden
-    if not head_config.uses_aux_layers(config):
+    if not uses_aux_layers(config):
         if given is not None:
             problem = "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out."
             raise MismatchError.at(where, problem)
@@ -111,13 +112,13 @@ def settle_taps(
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
     if given is not None:
-        taps: tuple[int, ...] | None = head_config.layer_ids(given, where, head_config.TAPS_FLAG, lowest=0)
+        taps: tuple[int, ...] | None = layer_ids(given, where, TAPS_FLAG, lowest=0)
     else:
         try:
-            taps = head_config.tap_layers(config, where)
+            taps = tap_layers(config, where)
         except MismatchError:
             # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
-            taps = head_config.tap_layers(config, where, head_config.could_be_inputs(config))
+            taps = tap_layers(config, where, could_be_inputs(config))
     count = tensors.shape(names.FC)[-1] // target_hidden
     check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
     stated = config.get("num_aux_hidden_states") or count

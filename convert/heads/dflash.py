@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import names
 from ..errors import MismatchError, UnsupportedHeadError
 from ..sources.source import ResolvedSource
-from . import config as head_config
-from . import names
 from .check import check_shapes, layer_shapes
+from .config import SIZES
 from .draft_head import LazyTensors
+from .taps import TAPS_FLAG, layer_ids, tap_layers
 
 # speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
 QWEN3_DEFAULTS = {
@@ -38,7 +39,7 @@ _MASK_EMBEDDING = "mask_embedding.pt"
 def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the sizes of a draft, in one level; RoPE and windows, which may differ by layer, are copied unread."""
     merged = in_one_level(source_config)
-    return {key: merged[key] for key in (*head_config.SIZES, "hidden_act", "rms_norm_eps") if key in merged}
+    return {key: merged[key] for key in (*SIZES, "hidden_act", "rms_norm_eps") if key in merged}
 
 
 def refuse_mask_embedding(source: ResolvedSource) -> None:
@@ -62,11 +63,11 @@ def settle_dflash(
     vocabulary.
     """
     merged = in_one_level(source_config)
-    taps = head_config.tap_layers(merged, where)
+    taps = tap_layers(merged, where)
     if taps is None:
         problem = "config.json names no layers of the target, and engines choose different ones."
         raise MismatchError.at(where, f"{problem}\nAdd those whose outputs the draft reads as target_layer_ids.")
-    if given_taps is not None and head_config.layer_ids(given_taps, where, head_config.TAPS_FLAG, lowest=0) != taps:
+    if given_taps is not None and layer_ids(given_taps, where, TAPS_FLAG, lowest=0) != taps:
         problem = f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}."
         raise MismatchError.at(where, f"{problem}\nLeave the option out.")
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]

@@ -10,14 +10,13 @@ import numpy as np
 from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 from numpy.typing import NDArray
 
+from .. import names
 from ..artifact.manifest import Manifest
 from ..errors import MismatchError
 from ..rows.checkpoint import Checkpoint
-from ..rows.dtypes import item_size
-from ..rows.safetensors_file import TensorInfo
+from ..rows.files import TensorInfo, item_size
 from ..sources.source import ResolvedSource
-from . import names
-from .config import default_taps, tap_layers
+from .taps import default_taps, tap_layers
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +140,7 @@ class DraftHead:
 
     @property
     def dtype_name(self) -> str:
-        """Dtype of the head's matrices as safetensors spells it: one of `rows.dtypes.FLOATS`."""
+        """Dtype of the head's matrices as safetensors spells it: one of `rows.files.FLOATS`."""
         matrix = "midlayer.mlp.down_proj.weight" if self.kind == "eagle3" else names.FC
         return self.tensors.info(matrix).dtype
 

@@ -17,17 +17,20 @@ from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t
 from numpy.typing import NDArray
 
+from .. import names
 from ..artifact.checksums import sha256_file
-from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
+from ..artifact.files import CONFIG_NAME, WEIGHTS_NAME
+from ..artifact.manifest import Manifest
 from ..errors import CheckpointError, MismatchError
 from ..rows.checkpoint import Checkpoint, open_checkpoint
-from ..rows.paths import WEIGHTS
+from ..rows.files import WEIGHTS, check_blob
 from ..sources.source import ResolvedSource, open_head_source
-from . import config as head_config
-from . import names
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
+from .config import metadata_target, normalise_config, refuse_foreign, says_dflash, unread_warnings
 from .dflash import checked_part, in_one_level, refuse_mask_embedding, settle_dflash
 from .draft_head import DraftHead, LazyTensors
+from .quantisation import quantisation
+from .taps import with_tap_layers
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
 
@@ -70,9 +73,11 @@ def open_head(
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
     # A draft of another kind is called by its name even where its weights have unusual ones.
     config = read_config(source.folder, source.name, source.manifest)
-    head_config.refuse_foreign(config, source.name)
+    refuse_foreign(config, source.name)
     checkpoint = open_checkpoint(source.folder)
     checkpoint.check_index()
+    for file in checkpoint.files:
+        check_blob(file.path)
     if source.manifest is not None:
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
@@ -100,7 +105,7 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
     if quantised.exists():
         found = read_object(quantised, CheckpointError)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
-        if head_config.quantisation(found) is not None:
+        if quantisation(found) is not None:
             config["quantization_config"] = found
     return config
 
@@ -114,19 +119,19 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """Open a head, without its source, from an open checkpoint and its configuration; raises as `open_head`."""
-    head_config.refuse_foreign(config, location)
-    is_dflash = head_config.is_dflash(config)
+    refuse_foreign(config, location)
+    is_dflash = says_dflash(config)
     table = names.canonical_names(checkpoint.names, location, is_dflash=is_dflash)
     if table.kind == "dflash" and not is_dflash:
         raise names.other_draft("dflash", location)
-    flat = head_config.normalise_config(checked_part(config) if is_dflash else config, location)
+    flat = normalise_config(checked_part(config) if is_dflash else config, location)
     if table.kind == "eagle3" and flat.get("tie_word_embeddings") and names.EMBEDDING in table.stored:
         # Of two tied matrices transformers stores the embedding alone.
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
     ids, taps = None, None
-    warnings = head_config.unread_warnings({**in_one_level(config), **flat} if is_dflash else flat)
+    warnings = unread_warnings({**in_one_level(config), **flat} if is_dflash else flat)
     d2t, t2d = (_integers(tensors, name, location) for name in names.MAPS)
     stated = flat.get("vocab_size")
     vocab = stated if t2d is None else len(t2d)
@@ -158,7 +163,7 @@ def head_from_checkpoint(
             table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
         taps = settle_taps(tensors, flat, location, tap_layers)
         if tap_layers is not None and taps:
-            flat = head_config.with_tap_layers(flat, taps)
+            flat = with_tap_layers(flat, taps)
     kept = {name: at for name, at in table.stored.items() if name not in names.MAPS and at not in table.dropped}
     return DraftHead(
         kind=table.kind,
@@ -169,7 +174,7 @@ def head_from_checkpoint(
         warnings=tuple(warnings),
         location=location,
         source_config=dict(config),
-        target_name=head_config.metadata_target(config),
+        target_name=metadata_target(config),
         dropped=table.dropped,
     )
 

@@ -16,9 +16,20 @@ from numpy.typing import ArrayLike, NDArray
 from ..artifact.checksums import sha256_of
 from ..errors import CheckpointError, MismatchError
 from .bin import TorchFile
-from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
-from .paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
-from .safetensors_file import Bytes, SafetensorsFile, TensorInfo, damaged, shorten
+from .files import (
+    LONG_NAMES,
+    TORCH_SUFFIXES,
+    Bytes,
+    SafetensorsFile,
+    TensorInfo,
+    choose_weights,
+    damaged,
+    first_nonfinite_row,
+    list_names,
+    read_index,
+    rounded,
+    shorten,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +98,7 @@ class Checkpoint:
         return self.file_of(name).tensors[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype of `dtypes.LONG_NAMES`.
+        """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype of `files.LONG_NAMES`.
 
         Raises CheckpointError where there is none of that name.
         """
@@ -187,7 +198,7 @@ class SourceRows:
 
 
 def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> Checkpoint:
-    """Open the weights in a folder as `save_pretrained` writes it; `paths.choose_weights` chooses the file.
+    """Open the weights in a folder as `save_pretrained` writes it; `files.choose_weights` chooses the file.
 
     Shards that hold none of the tensors `only` (all, if None) need not be there.
 

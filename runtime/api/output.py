@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -46,24 +45,38 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True)
-class RowsOutput(GenerationOutput, tuple[Tensor, ...]):
-    """A `GenerationOutput` that is used like the tensor ``sequences``.
+class RowsOutput(GenerationOutput, list[Tensor]):
+    """A `GenerationOutput` that is the list of its rows, and has what is usually asked of the tensor ``sequences``.
 
-    It is the tuple of its rows, which a tokenizer's ``batch_decode`` takes, and has the tensor's indices and methods.
+    A tokenizer's ``batch_decode`` takes the list; pipelines of transformers use ``shape`` and ``reshape``.
     """
 
-    def __new__(cls, sequences: Tensor, *_: Any, **__: Any) -> RowsOutput:
-        """Make the tuple; arguments are the fields."""
-        return tuple.__new__(cls, sequences)
+    def __post_init__(self) -> None:
+        self.extend(self.sequences)
 
     def __getitem__(self, key: Any) -> Any:
-        return getattr(self, key) if isinstance(key, str) else self.sequences[key]
+        return self.sequences[key]
 
-    def __getattr__(self, name: str) -> Any:
-        # Protocols such as copying are the tuple's own.
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.sequences, name)
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        return self.sequences.shape
+
+    def reshape(self, *shape: int) -> Tensor:
+        """Return the tensor in another shape."""
+        return self.sequences.reshape(*shape)
+
+    def to(self, *place: Any, **options: Any) -> Tensor:
+        """Return the tensor on another device or in another type."""
+        return self.sequences.to(*place, **options)
+
+    def cpu(self) -> Tensor:
+        """Return the tensor on the CPU."""
+        return self.sequences.cpu()
+
+    def tolist(self) -> list[list[int]]:
+        """Return the ids as lists."""
+        return [row.tolist() for row in self]
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class DictOutput(GenerationOutput, ModelOutput):  # type: ignore[misc]  # transf
     """A `GenerationOutput` that is a `ModelOutput` of ``sequences``."""
 
     def __post_init__(self) -> None:
-        OrderedDict.__setitem__(self, "sequences", self.sequences)
+        self["sequences"] = self.sequences
 
 
 def join_sequences(
@@ -89,16 +102,17 @@ def join_sequences(
     return torch.cat(joined, 1).to(device)
 
 
-def first_difference(found: Sequence[int], own: Sequence[int]) -> int | None:
+def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
     """Return the place of the first token that differs, or that only one has; None where they are equal."""
-    if list(found) == list(own):
+    if list(tokens) == list(expected):
         return None
-    return next((i for i, (a, b) in enumerate(zip(found, own, strict=False)) if a != b), min(len(found), len(own)))
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
 
 
-def difference(answer: str, found: Sequence[int], own: Sequence[int], place: int, proof: str) -> EagleSlimError:
+def difference(answer: str, tokens: Sequence[int], expected: Sequence[int], place: int, proof: str) -> EagleSlimError:
     """Return the error for a token that differs where none can; ``proof``: `GenerationStats.exactness`."""
-    ends = [str(tokens[place]) if place < len(tokens) else "its end" for tokens in (found, own)]
+    ends = [str(ids[place]) if place < len(ids) else "its end" for ids in (tokens, expected)]
     return EagleSlimError(
         f"{answer} differs from plain decoding at token {place}: {ends[0]} instead of {ends[1]}. It cannot, "
         f"as {proof}: please report it, with the prompt, the options, the GPU and the version of Triton."

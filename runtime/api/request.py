@@ -111,12 +111,8 @@ class Request:
         """Count the new tokens that the head could not draft, by target id."""
         if self.head is None:
             return {}
-        held, follow = self.head.held_ids, self.head.follow
-        missed = Counter(token for token in self.token_ids if not held[token])
-        if follow is not None:
-            tail = follow.tail_of(self.prompt_ids)
-            missed = Counter({token: count for token, count in missed.items() if not follow.holds(tail, token)})
-        return dict(missed)
+        in_vocab = self.head.in_vocab
+        return dict(Counter(token for token in self.token_ids if not in_vocab[token]))
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
         if token in self.eos_ids:

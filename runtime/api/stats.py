@@ -44,15 +44,15 @@ class GenerationStats:
     """
 
     accepted_lengths: dict[int, int] = field(default_factory=dict)
-    """How many passes had each accepted length."""
+    """Passes by accepted length."""
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
     num_cut_tokens: int = 0
     """Tokens accepted beyond an answer's end. They are in no accepted length, so that a size that needs one pass more
     for the same answer does not seem to accept more."""
     missed_ids: dict[int, int] = field(default_factory=dict)
-    """Counts of generated target ids that the draft vocabulary, joined ids included, did not hold. Of all new tokens,
-    the first of an answer too; empty with ``speculative=False``."""
+    """Counts of generated target ids that the draft vocabulary did not hold. Of all new tokens, the first of an answer
+    too; empty with ``speculative=False``."""
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
@@ -60,9 +60,9 @@ class GenerationStats:
     steps: tuple[StepTimes, ...] = field(default=(), repr=False)
     """Seconds of each step; a step is one pass of every sequence that runs in it."""
     active_sequences: dict[int, int] = field(default_factory=dict)
-    """How many steps of the call ran each number of sequences side by side."""
+    """Steps of the call by number of sequences that ran side by side."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    """How many answers ended by each reason (`RequestOutput.finish_reason`)."""
+    """Answers by the reason that ended them (`RequestOutput.finish_reason`)."""
     num_partial_passes: int = 0
     """Target passes over a part of the cache (`PartialVerification`), summed over sequences; in no accepted length."""
     num_rolled_back_tokens: int = 0

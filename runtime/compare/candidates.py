@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..errors import NothingToFollowError, UsageError
+from ..errors import UsageError
 from ..model import SpeculativeModel
-from .options import CompareOptions
-from .server import Server
+from .comparison_options import CompareOptions
 
 PLAIN = "plain"
 _DEFAULT_SIZES = (32768, 16384, 8192, 4096, 2048)
@@ -24,36 +24,13 @@ class Candidate:
     """Unique name."""
     size: str
     """The draft vocabulary in words, such as "4,096" or "full (49,152)"."""
-    model: Any = field(repr=False, compare=False)
-    """The `SpeculativeModel` or `Server` that answers."""
+    model: SpeculativeModel = field(repr=False, compare=False)
     draft_vocab: int = 0
     draft_bytes: int = 0
     """See `Drafter.draft_bytes`."""
-    follow: str | None = None
-    """"prompt" where ids of the prompt join the draft vocabulary."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens; zeros where each step chooses its tree."""
-
-    @classmethod
-    def of(cls, model: SpeculativeModel, size: str, head: str) -> Candidate:
-        """Describe a model whose draft vocabulary is called ``size``."""
-        weights, tree = model.drafter.weights, model.drafter.tree
-        return cls(
-            size,
-            size,
-            model,
-            model.draft_vocab,
-            model.drafter.draft_bytes,
-            None if weights.follow is None else "prompt",
-            head,
-            (0, 0, 0) if model.is_tree_sized else (tree.depth, tree.top_k, tree.total_tokens),
-        )
-
-    @property
-    def is_server(self) -> bool:
-        """Whether it is a running server; only its label is known."""
-        return isinstance(self.model, Server)
 
     @property
     def is_plain(self) -> bool:
@@ -67,13 +44,13 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return what identifies it as plain values."""
-        names = ("size", "draft_vocab", "draft_bytes", "follow", "head")
+        names = ("size", "draft_vocab", "draft_bytes", "head")
         tree = dict(zip(("depth", "top_k", "total_tokens"), self.tree, strict=True))
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
 
 def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions) -> list[Candidate]:
-    """List the sizes of each head, alone and following the prompt, with each tree; equal sizes are listed once.
+    """List the sizes of each head with each tree; equal sizes are listed once.
 
     Raises `UsageError` for models that `SpeculativeModel.from_pretrained` did not build, for models of several targets,
     for a head given twice, and for sizes that a head cannot be cut to.
@@ -88,44 +65,28 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
     names = [Path(location).name for location in locations]
     if len(set(names)) < len(names):
         names = locations
-    found = []
+    candidates = []
     for name, model in zip(names, models, strict=True):
-        for cut in _cut(model, name, options):
-            for tree in options.trees or [model.drafter.tree]:
-                shaped = Candidate.of(cut.model.with_tree(tree), cut.size, name)
-                shape = f", tree {shaped.tree_words}" if len(options.trees or ()) > 1 else ""
-                prefix = f"{name}: " if len(models) > 1 else ""
-                found.append(replace(shaped, label=f"{prefix}{cut.size}{shape}"))
-    return found
+        prefix = f"{name}: " if len(models) > 1 else ""
+        for cut, tree in product(_cut(model, options), options.trees or [model.drafter.tree]):
+            shaped, size = cut.with_tree(tree), _words(cut.draft_vocab, model)
+            drafter = shaped.drafter
+            shape = (0, 0, 0) if tree is None else (tree.depth, tree.top_k, tree.total_tokens)
+            each = Candidate("", size, shaped, cut.draft_vocab, drafter.draft_bytes, name, shape)
+            suffix = f", tree {each.tree_words}" if len(options.trees or ()) > 1 else ""
+            candidates.append(replace(each, label=f"{prefix}{size}{suffix}"))
+    return candidates
 
 
-def _cut(model: SpeculativeModel, head: str, options: CompareOptions) -> list[Candidate]:
-    """Return each size of a head, alone and following the prompt as asked; a size that nothing can join stays alone.
-
-    Raises `UsageError` for a size that the head cannot be cut to, and where nothing can join any of them.
-    """
+def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[SpeculativeModel]:
+    """Return the model in each different size. Raises `UsageError` for a size that the head cannot be cut to."""
     assert model.opened is not None
     sizes, ranking = options.sizes, model.opened.ranking
     if sizes is None:
         smallest = model.draft_vocab if ranking is None else ranking.num_forced
         sizes = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
     cuts = [model.with_draft_vocab(None if isinstance(size, str) else size) for size in sizes]
-    found, refusal = [], None
-    for alone in {each.draft_vocab: each for each in cuts}.values():
-        size_words = _words(alone.draft_vocab, model)
-        following = []
-        if "prompt" in options.follow:
-            try:
-                followed = alone.with_follow("prompt")
-                following = [Candidate.of(followed, f"{size_words} + prompt", head)]
-            except NothingToFollowError as error:
-                refusal = error
-        if None in options.follow or not following:
-            found.append(Candidate.of(alone, size_words, head))
-        found += following
-    if refusal is not None and not any(each.follow for each in found):
-        raise refusal
-    return found
+    return {each.draft_vocab: each for each in cuts}.values()
 
 
 def _words(draft_vocab: int, model: SpeculativeModel) -> str:

@@ -1,8 +1,7 @@
-"""`eagle-compare`, `eagle-servers`: the same prompts to draft vocabularies or servers, as table, files and advice."""
+"""`eagle-compare`: the same prompts to draft vocabularies, heads and trees, as table, files and advice."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from eagle_slim.convert.atomic import check_output
 from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
-    example,
     force_option,
     json_option,
     note,
@@ -25,24 +23,15 @@ from eagle_slim.vocab_tools.common_cli import (
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
 
-from ..options_cli import load_heads, model_options, read_by, show_warnings_as_lines
+from ..options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
-from .options import MARKER, CompareOptions
+from .comparison_options import MARKER, CompareOptions
 from .prompts import load_prompts
-from .server import Server
-
-_FOLLOW = {"prompt": "prompt", "none": None}
 
 
 def _list_of(read: Callable[[str], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """Make the callback for values that commas separate; each is taken once."""
     return read_by(lambda text: tuple(dict.fromkeys(read(item.strip()) for item in text.split(","))), example)
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 
 def _tree(text: str) -> TreeConfig | None:
@@ -57,9 +46,9 @@ def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
 
 
 @contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+def _progress() -> Iterator[Callable[[int, int], None]]:
     every_s = 0.1 if sys.stderr.isatty() else 30.0
-    with tqdm(desc="answers", unit=unit, file=sys.stderr, mininterval=every_s) as bar:
+    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
 
         def move(done: int, total: int) -> None:
             bar.total = total
@@ -68,29 +57,11 @@ def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
         yield move
 
 
-def _finish(result: Any, out: str | None, force: bool, as_json: bool) -> int:
-    try:
-        if out is not None:
-            result.write(out, force)
-            note(f"wrote {out}/compare.json and {out}/compare.html")
-    finally:
-        # What took hours is shown even where it cannot be written.
-        if as_json:
-            emit_json(result.to_json())
-        else:
-            click.echo(result.to_text())
-    if result.is_complete:
-        return 0
-    note("interrupted: these are the answers so far")
-    return INTERRUPTED
-
-
 @click.command(
     cls=EagleCommand,
     epilog="""\b
 Examples:
   eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,4096 --out out/compare
-  eagle-compare --prompts prompts.jsonl --sizes 4096,2048 --follow prompt,none
   eagle-compare slim --head other --tree 5,10,60 --tree 3,1,4 --batch 1,4,16 --prompts prompts.txt --json
   OMP_NUM_THREADS=1 eagle-compare --device cpu --dtype bfloat16 --prompts prompts.txt --sizes 4096 --tree 4,4,16""",
 )
@@ -120,13 +91,7 @@ Examples:
     callback=_list_of(lambda text: text if text == "full" else int(text), "full,16384,4096"),
     help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.",
 )
-@click.option(
-    "--follow",
-    default="none",
-    metavar="F,F",
-    callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
-    help="prompt: ids of the prompt join each size; none: each size as it is (default).",
-)
+@no_follow_option
 @click.option(
     "--modes",
     default="greedy,sampled",
@@ -183,77 +148,23 @@ def compare(
     from .run import compare as run_comparison
 
     models = load_heads(options)
-    with _progress("answer") as move:
+    with _progress() as move:
         result = run_comparison(models, prompts, asked, progress=move)
-    warn(map(str, result.findings))
-    return _finish(result, out, force, as_json)
-
-
-def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    named = {name: url for name, _, url in (value.partition("=") for value in values)}
-    if len(named) < len(values) or not all(re.fullmatch(r"[\w.-]+", name) for name in named):
-        raise click.BadParameter("each is NAME=URL; names differ, of letters, digits, '.' and '-' alone.", ctx, param)
-    return named
-
-
-@click.command(
-    cls=EagleCommand,
-    epilog=example("eagle-servers plain=http://localhost:8000 slim=http://localhost:8001 --prompts p.jsonl --out out"),
-)
-@click.argument("urls", nargs=-1, required=True, metavar="NAME=URL...", callback=_named)
-@click.option("--prompts", "prompt_file", required=True, metavar="FILE", help="As for eagle-compare; first turns only.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option(
-    "--concurrency",
-    default="1",
-    show_default=True,
-    callback=_list_of(_count, "1,8"),
-    metavar="N,N,...",
-    help="Prompts that are asked at once; each number is measured by itself.",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Times each prompt is asked.")
-@click.option("--max-new-tokens", default=128, show_default=True, help="Most tokens of an answer.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0.1, 1e6),
-    default=120,
-    show_default=True,
-    metavar="S",
-    help="Seconds of silence after which an answer is given up.",
-)
-@click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
-@force_option
-@json_option
-@version_option
-def servers(
-    urls: dict[str, str],
-    prompt_file: str,
-    limit: int | None,
-    timeout_s: float,
-    out: str | None,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> int:
-    """Compare running servers: speed, time to the first token, accepted length, and whether their texts are equal.
-
-    They are asked by OpenAI's chat API, greedily; vLLM, SGLang (with --enable-metrics) and llama-server tell the
-    accepted length. The others are compared with the first server. API keys are read from EAGLE_KEY_NAME, the name in
-    capitals. Ctrl-C ends the comparison and writes what there is.
-    """
-    asked = [Server(name, url, timeout_s) for name, url in urls.items()]
-    prompts = load_prompts(prompt_file, limit)
-    if out is not None:
-        check_output(out, force, MARKER)
-    # Loads torch.
-    from .servers import compare_servers
-
-    # Else a fault would stand behind the bar, on the same line.
-    tell = tqdm.external_write_mode(file=sys.stderr)(note)
-    with _progress("group") as move:
-        result = compare_servers(asked, prompts, progress=move, tell=tell, **options)
-    return _finish(result, out, force, as_json)
+    warn(map(str, result.omissions))
+    try:
+        if out is not None:
+            result.write(out, force)
+            note(f"wrote {out}/compare.json and {out}/compare.html")
+    finally:
+        # What took hours is shown even where it cannot be written.
+        if as_json:
+            emit_json(result.to_json())
+        else:
+            click.echo(result.to_text())
+    if not result.is_complete:
+        note("interrupted: these are the answers so far")
+        return INTERRUPTED
+    return int(any(each.is_fault for each in result.omissions))
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -261,6 +172,5 @@ def main(args: list[str] | None = None) -> NoReturn:
     run_cli(compare, args, "eagle-compare")
 
 
-def main_servers(args: list[str] | None = None) -> NoReturn:
-    """Run `eagle-servers`."""
-    run_cli(servers, args, "eagle-servers")
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Which draft vocabulary or server to use, as far as the measurement tells, for each mode and batch size."""
+"""Recommend a draft vocabulary for each mode and batch, as far as the measurement tells."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from .report import ALL, Advice, Row
-from .statistics import Estimate, ratio
+from .report import ALL, Advice, ComparisonRow
+from .statistics import ENOUGH_PROMPTS, Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
 
 
-def recommend(rows: Sequence[Row]) -> list[Advice]:
-    """Advise for each mode and batch size; the rows of each stand together, plain decoding or server 1 first."""
-    places = groupby((row for row in rows if row.category == ALL), key=lambda row: (row.mode, row.batch))
-    return [_advise(mode, batch, *place) for (mode, batch), place in places]
+def recommend(rows: Sequence[ComparisonRow]) -> list[Advice]:
+    """Advise for each mode and batch; the rows of each stand together, plain decoding first."""
+    groups = groupby((row for row in rows if row.category == ALL), key=lambda row: (row.mode, row.batch))
+    return [_advise(mode, batch, *group) for (mode, batch), group in groups]
 
 
-def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
-    measured = [row for row in rows if row.measured is not None]
+def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -> Advice:
+    measured = [row for row in rows if row.measured is not None and row.is_compared]
     where = mode if batch == 1 else f"{mode}, batch {batch}"
+    failed = [f"{row.label} is not compared, as it failed too often." for row in rows if not row.is_compared]
     if not measured:
-        reason = "Every answer ended with its first token. Give more prompts or more new tokens."
-        return Advice(mode, batch, f"{where}: no step was measured", plain.label, 0, False, (), None, (reason,))
+        reasons = ("Answers ended with their first token: give more prompts or more new tokens.", *failed)
+        return Advice(mode, batch, f"{where}: no step was measured.", plain.label, 0, False, (), None, reasons)
     best = max(measured, key=lambda row: row.tokens_per_s)
     figures, comparisons = {row.label: row.measured for row in measured if row.measured}, max(1, len(measured) - 1)
     others = {
-        label: ratio(found, figures[best.label], best.num_prompts, comparisons)
-        for label, found in figures.items()
+        label: ratio(each, figures[best.label], best.num_prompts, comparisons)
+        for label, each in figures.items()
         if label != best.label
     }
     slower = {label for label, speed in others.items() if speed.high < 1 and speed.value < 1 - _MARGIN}
@@ -41,34 +42,28 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     advised = plain if beats is False else chosen
     speeds = [speed for label, speed in others.items() if label not in slower]
     are_as_fast = all(speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN for speed in speeds)
-    reasons = tuple(_reasons(chosen, best, close, measured, others))
     return Advice(
         mode,
         batch,
-        f"{where}: {_headline(plain, chosen, close, beats)}",
+        f"{where}: {_headline(chosen, beats)}",
         advised.label,
         advised.candidate.draft_vocab,
         beats is False or are_as_fast,
         tuple(row.label for row in close),
         beats,
-        reasons,
+        (*_reasons(chosen, best, close, measured, others), *failed),
     )
 
 
-def _headline(plain: Row, chosen: Row, close: Sequence[Row], beats: bool | None) -> str:
-    base = plain.label if chosen.candidate.is_server else "plain decoding"
-    speed = "" if chosen.speedup is None else f" at {_interval(chosen.speedup)} times its speed"
+def _headline(chosen: ComparisonRow, beats: bool | None) -> str:
+    speed = "" if chosen.speedup is None else f"{_interval(chosen.speedup)} times"
+    if beats:
+        return f"{chosen.label} beats plain decoding, at {speed} its speed."
     if beats is False:
-        return f"{base} is faster here: {chosen.label} runs{speed}"
-    begin = f"{chosen.label} beats {base} here: it runs{speed}"
-    if beats is None:
-        begin = f"no significant difference from {base}: {chosen.label} ran{speed}"
-    if len(close) == 1:
-        return begin
-    names = "; ".join(row.label for row in close)
-    is_smaller = len({row.candidate.draft_bytes for row in close}) > 1
-    merit = f", of which {chosen.label} reads the fewest bytes" if is_smaller else ""
-    return f"{begin}; no significant difference between {names}{merit}"
+        return f"plain decoding is faster: {chosen.label} runs at {speed} its speed."
+    if chosen.num_prompts < ENOUGH_PROMPTS:
+        return f"too few prompts to compare, {ENOUGH_PROMPTS * chosen.batch} are enough."
+    return f"no significant difference: {chosen.label} ran at {speed} the speed of plain decoding."
 
 
 def _beats(speedup: Estimate | None) -> bool | None:
@@ -78,22 +73,31 @@ def _beats(speedup: Estimate | None) -> bool | None:
 
 
 def _reasons(
-    chosen: Row, best: Row, close: Sequence[Row], measured: Sequence[Row], others: Mapping[str, Estimate]
+    chosen: ComparisonRow,
+    best: ComparisonRow,
+    close: Sequence[ComparisonRow],
+    measured: Sequence[ComparisonRow],
+    others: Mapping[str, Estimate],
 ) -> list[str]:
-    found = chosen.measured
-    assert found is not None
-    length = f"{found.accepted_length.value:.2f} tokens per pass, " if chosen.stats.num_passes else ""
+    figures = chosen.measured
+    assert figures is not None
     draft, verify, host, step = (
-        f"{each * 1e3:.1f}" for each in (found.draft_s, found.verify_s, found.host_s, found.step_s)
+        f"{each * 1e3:.1f}" for each in (figures.draft_s, figures.verify_s, figures.host_s, figures.step_s)
     )
-    times = f"{step} ms a step (draft {draft}, verify {verify}, host {host}) ="
-    if chosen.candidate.is_server:
-        times = f"{draft} ms to the first token,"
-    reasons = [f"{chosen.label}: {length}{times} {chosen.tokens_per_s:.1f} tokens/s."]
+    reasons = [
+        f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
+        f"{verify}, host {host}) = {chosen.tokens_per_s:.1f} tokens/s."
+    ]
+    is_enough = chosen.num_prompts >= ENOUGH_PROMPTS
+    if chosen.speedup and not is_enough:
+        reasons.append(f"{chosen.label} ran at {_interval(chosen.speedup)} times the speed of plain decoding.")
     for row in measured:
         if row is not best:
-            how = "no significant difference" if row in close else "slower"
-            reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
+            how = ": no significant difference" if row in close else ": slower"
+            speed = f"{_interval(others[row.label])} of the speed of {best.label}"
+            reasons.append(f"{row.label} runs at {speed}{how if is_enough else ''}.")
+    if is_enough and len({row.candidate.draft_bytes for row in close}) > 1:
+        reasons.append(f"Of those without a significant difference, {chosen.label} reads the fewest bytes.")
     return reasons
 
 

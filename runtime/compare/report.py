@@ -1,12 +1,13 @@
-"""From answers to figures, a row for every candidate, mode, batch size and category, as text, JSON and an HTML page."""
+"""From answers to figures, a row for every candidate, mode, batch and category, as text, JSON and an HTML page."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +17,25 @@ from eagle_slim.vocab_tools.coverage import aligned
 
 from ..api.stats import GenerationStats
 from .candidates import Candidate
-from .options import MARKER, CompareOptions
+from .comparison_options import MARKER, CompareOptions
 from .statistics import Estimate, Measured, Timings, measure, ratio
 
 ALL = "all"
 _DATA_MARK = "/*DATA*/null"
-_HEADINGS = (
-    "size",
-    "mode",
-    "batch",
-    "category",
-    "accepted",
-    "missed",
-    "tokens/s",
-    "speed-up",
-    "ms/step",
-    "passes",
-    "exact",
-)
-_SERVER_HEADINGS = ("server", "at once", "accepted", "first ms", "tokens/s", "speed-up", "equal")
 
 
 @dataclass(frozen=True)
 class Answer:
     """One call of `generate`.
 
-    ``group`` is the number of its first prompt. ``category`` is None for a batch of several. ``num_identical``: answers
-    equal to plain decoding's, token for token (of a server, to the first server's text), of ``num_answers``.
+    ``group``: the number of its first prompt; ``turn``: from 0. ``category`` is None for a batch of several.
+    ``num_identical``: answers equal to plain decoding's, token for token, of ``num_answers``.
     """
 
     mode: str
     batch: int
     group: int
+    turn: int
     candidate: str
     category: str | None
     num_identical: int
@@ -56,24 +44,26 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table: a candidate, a mode, a batch size, and a category (or "all")."""
+class ComparisonRow:
+    """One line of the table: a candidate, a mode, a batch, and a category (or "all").
+
+    ``num_prompts``: prompts (groups of them in a batch) that the intervals are over. ``num_identical``: answers equal
+    to plain decoding's, token for token. ``stats``: of all answers; ``is_exact`` if each of them is. ``measured`` is
+    None where no step was made, as every answer ended with its first token; ``speedup``: over plain decoding.
+    ``is_compared``: false for a candidate that failed at so many turns that its figures are of the others alone.
+    """
 
     candidate: Candidate
     mode: str
     batch: int
     category: str
     num_prompts: int
-    """Prompts (groups of them in a batch) that the intervals are over."""
     num_answers: int
     num_identical: int
-    """Answers equal to plain decoding's, token for token; of a server, to the first server's text."""
     stats: GenerationStats
-    """Of all answers; ``is_exact`` if each of them is."""
     measured: Measured | None = None
-    """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
-    """How many times faster than plain decoding."""
+    is_compared: bool = True
 
     @property
     def label(self) -> str:
@@ -82,21 +72,20 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of all sequences of a batch together, prompt processing left out, but for servers."""
+        """Speed of all sequences of a batch together, prompt processing left out."""
         return self.measured.tokens_per_s.value if self.measured else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the row's figures under their names; times in seconds, None where nothing was measured."""
-        found, stats = self.measured, self.stats
+        measured, stats = self.measured, self.stats
         estimates = {
-            "mean_accepted_length": found.accepted_length if found and stats.num_passes else None,
-            "first_s": found.first_s if found and self.candidate.is_server else None,
-            "tokens_per_s": found.tokens_per_s if found else None,
+            "mean_accepted_length": measured.accepted_length if measured and stats.num_passes else None,
+            "tokens_per_s": measured.tokens_per_s if measured else None,
             "speedup": self.speedup,
         }
-        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical")
+        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_compared")
         counts = ("is_exact", "num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
-        times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
+        times = {"step_s": "step_s", **{f"{phase}_s_per_step": f"{phase}_s" for phase in ("draft", "verify", "host")}}
         return {
             **self.candidate.to_json(),
             **{name: getattr(self, name) for name in names},
@@ -104,92 +93,87 @@ class Row:
             "missed_rate": None if self.candidate.is_plain or not stats.num_new_tokens else round(stats.missed_rate, 6),
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
-            **{name: round(getattr(found, own), 6) if found else None for name, own in times.items()},
+            **{name: round(getattr(measured, of), 6) if measured else None for name, of in times.items()},
             "total_s": round(stats.total_s, 4),
             "accepted_lengths": {str(length): count for length, count in stats.accepted_lengths.items()},
         }
 
-    def cells(self) -> list[str]:
-        """Return the row of the table, "-" where nothing was measured."""
-        found, stats = self.measured, self.stats
-        length = f"{found.accepted_length.value:.3f}" if found and stats.num_passes else "-"
+    def cells(self) -> dict[str, str]:
+        """Return the row of the table by its headings, "-" where nothing was measured."""
+        measured, stats = self.measured, self.stats
         equal = f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-"
-        speeds = _with_range(found.tokens_per_s if found else None, 1), _with_range(self.speedup, 2)
-        if self.candidate.is_server:
-            first_ms = f"{found.first_s.value * 1e3:.0f}" if found else "-"
-            return [self.label, str(self.batch), length, first_ms, *speeds, equal]
-        return [
-            self.label,
-            self.mode,
-            str(self.batch),
-            self.category,
-            length,
-            "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
-            *speeds,
-            f"{found.step_s * 1e3:.1f}" if found else "-",
-            str(stats.num_passes) if self.num_answers else "-",
-            "equal" if stats.is_exact else equal,
-        ]
+        return {
+            "size": self.label,
+            "mode": self.mode,
+            "batch": str(self.batch),
+            "category": self.category,
+            "accepted length": f"{measured.accepted_length.value:.3f}" if measured and stats.num_passes else "-",
+            "missed": "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
+            "tokens/s": _with_range(measured.tokens_per_s if measured else None, 1),
+            "speed-up": _with_range(self.speedup, 2),
+            "ms/step": f"{measured.step_s * 1e3:.1f}" if measured else "-",
+            "passes": str(stats.num_passes) if self.num_answers else "-",
+            "exact": "equal" if stats.is_exact else equal,
+        }
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Recommend a candidate for one mode and batch size, with the reasons as complete sentences."""
+    """Recommend a candidate for one mode and batch.
+
+    ``headline``: one sentence, whether drafting beats plain decoding here; ``reasons``: more of them. ``candidate``:
+    the fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all.
+    ``is_decided``: whether every other candidate is significantly slower, or shown to be as fast. ``as_fast``:
+    candidates without a significant difference from the fastest, that one included. ``beats_plain`` is None without a
+    significant difference.
+    """
 
     mode: str
     batch: int
     headline: str
-    """Whether drafting, and with what, beats plain decoding (a server the first one) here, in one line."""
     candidate: str
-    """The fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all."""
     draft_vocab: int
     is_decided: bool
-    """Whether every other candidate is significantly slower, or shown to be as fast."""
     as_fast: tuple[str, ...]
-    """Candidates without a significant difference from the fastest, that one included."""
     beats_plain: bool | None
-    """Whether drafting is faster than plain decoding; None without a significant difference."""
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A fault of a server, an answer that differs from the first server's, or turns that were left out.
+class Omission:
+    """Answers that are in no figure, and why.
 
-    ``server``: its name, or that of the candidate; ``prompt`` is None for a whole server. ``character`` and ``token``
-    are where the texts begin to differ, from 0; ``margin`` is by how much the first server's log-probability of its own
-    token is higher. None: not known.
+    ``candidate``: the first whose; "plain" if plain decoding's, too, without which a conversation ends. ``prompt``: the
+    first of the group; ``is_fault``: whether the error comes neither of the prompt nor of the device's memory.
     """
 
-    server: str
+    candidate: str
     message: str
-    batch: int = 1
-    prompt: int | None = None
-    character: int | None = None
-    token: int | None = None
-    margin: float | None = None
+    batch: int
+    prompt: int
+    is_fault: bool
+    num_times: int = 0
 
     def __str__(self) -> str:
-        place = "" if self.prompt is None else f", prompt {self.prompt}, {self.batch} at once"
-        return f"{self.server}{place}: {self.message}"
+        times = f" ({self.num_times} times)" if self.num_times > 1 else ""
+        return f"{self.candidate}, batch {self.batch}, prompt {self.prompt}{times}: {self.message}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that `compare` found."""
+    """Hold everything that `compare` measured.
 
-    rows: Sequence[Row]
-    """The figures of each candidate, mode, batch size and category."""
+    ``rows``: the figures of each candidate, mode, batch and category; ``setup``: what was compared, on which device and
+    how; ``recommendations``: for each mode and batch; ``answers``: in the order in which they were made;
+    ``is_complete``: whether it came to its end; ``omissions``: what is missing, and why.
+    """
+
+    rows: Sequence[ComparisonRow]
     setup: Mapping[str, Any]
-    """What was compared, on which device and how."""
     recommendations: Sequence[Advice]
-    """Which draft vocabulary to use on this device, for each mode and batch size."""
     answers: Sequence[Answer]
-    """Every answer, in the order in which they were made."""
     is_complete: bool = True
-    """Whether all answers that were planned are in."""
-    findings: Sequence[Finding] = ()
-    """Turns that were left out; of servers: faults, and answers that differ from the first server's."""
+    omissions: Sequence[Omission] = ()
 
     def write(self, folder: str | Path, force: bool = False) -> None:
         """Write compare.json and compare.html into a folder, both or none.
@@ -208,7 +192,7 @@ class Comparison:
             "is_complete": self.is_complete,
             "rows": [row.to_json() for row in self.rows],
             "recommendations": [asdict(each) for each in self.recommendations],
-            "findings": [{**asdict(each), "text": str(each)} for each in self.findings],
+            "omissions": [{**asdict(each), "text": str(each)} for each in self.omissions],
         }
 
     def to_text(self) -> str:
@@ -219,8 +203,8 @@ class Comparison:
         promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
         # Columns that hold names stand on the left.
-        headings, num_names = (_SERVER_HEADINGS, 2) if "servers" in self.setup else (_HEADINGS, 4)
-        table = aligned([headings, *(row.cells() for row in self.rows)], num_names)
+        cells = [row.cells() for row in self.rows]
+        table = aligned([[*cells[0]], *([*each.values()] for each in cells)], 4)
         return "\n\n".join([table, *("\n  ".join([each.headline, *each.reasons]) for each in self.recommendations)])
 
     def to_html(self) -> str:
@@ -230,54 +214,76 @@ class Comparison:
         return template.replace(_DATA_MARK, json.dumps(self.to_json(), ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def build_rows(candidates: Sequence[Candidate], options: CompareOptions, answers: Sequence[Answer]) -> list[Row]:
-    """Work out the figures of every candidate, mode, batch size and category from answers, all of them or a part."""
+def build_rows(
+    candidates: Sequence[Candidate], options: CompareOptions, answers: Sequence[Answer]
+) -> list[ComparisonRow]:
+    """Work out the figures of every candidate, mode, batch and category from answers, all of them or a part."""
     categories = list(dict.fromkeys(answer.category for answer in answers if answer.category is not None))
-    rows: list[Row] = []
-    for mode in options.modes:
-        for batch in options.batches:
-            run = [answer for answer in answers if (answer.mode, answer.batch) == (mode, batch)]
-            for category in (None, *(categories if len(categories) > 1 else ())):
-                if chosen := [answer for answer in run if category in (None, answer.category)]:
-                    # In quotes, a category of this name is not taken for all of them.
-                    name = ALL if category is None else f'"{ALL}"' if category == ALL else category
-                    rows += _rows(candidates, chosen, (mode, batch, name))
+    rows: list[ComparisonRow] = []
+    for mode, batch in product(options.modes, options.batches):
+        of_both = [answer for answer in answers if (answer.mode, answer.batch) == (mode, batch)]
+        for category in (None, *(categories if len(categories) > 1 else ())):
+            if chosen := [answer for answer in of_both if category in (None, answer.category)]:
+                # In quotes, a category of this name is not taken for all of them.
+                name = ALL if category is None else f'"{ALL}"' if category == ALL else category
+                rows += _rows(candidates, chosen, (mode, batch, name))
     return rows
 
 
-def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]) -> Iterator[Row]:
-    own = {each.label: [answer for answer in answers if answer.candidate == each.label] for each in candidates}
-    groups = {group: place for place, group in enumerate(sorted({answer.group for answer in answers}))}
-    found = measure({each.label: _timings(each, own[each.label], groups) for each in candidates})
-    plain = found.get(candidates[0].label)
-    for candidate in candidates:
-        given, measured = own[candidate.label], found.get(candidate.label)
-        yield Row(
-            candidate,
+def _rows(
+    candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]
+) -> Iterator[ComparisonRow]:
+    given = {
+        each.label: {(answer.group, answer.turn): answer for answer in answers if answer.candidate == each.label}
+        for each in candidates
+    }
+    plain = candidates[0]
+    # Figures are of the turns that all have answered, but for candidates that failed so often that hardly any are left.
+    turns, compared = given[plain.label].keys(), list[Candidate]()
+    for each in sorted(candidates, key=lambda each: -len(given[each.label])):
+        shared = turns & given[each.label].keys()
+        if 2 * len(shared) > len(given[plain.label]):
+            turns = shared
+            compared.append(each)
+    joint = _measured(compared, given, turns)
+    for each in candidates:
+        is_compared = each in compared
+        its_turns = turns if is_compared else given[each.label].keys()
+        figures = joint if is_compared else _measured([plain, each], given, its_turns)
+        chosen = [answer for turn, answer in given[each.label].items() if turn in its_turns]
+        measured, base = figures.get(each.label), figures.get(plain.label)
+        num_groups = len({group for group, _ in its_turns})
+        yield ComparisonRow(
+            each,
             *names,
-            len(groups),
-            sum(answer.num_answers for answer in given),
-            sum(answer.num_identical for answer in given),
-            GenerationStats.sum(answer.stats for answer in given),
+            num_groups,
+            sum(answer.num_answers for answer in chosen),
+            sum(answer.num_identical for answer in chosen),
+            GenerationStats.sum(answer.stats for answer in chosen),
             measured,
-            ratio(measured, plain, len(groups)) if measured and plain else None,
+            ratio(measured, base, num_groups) if measured and base else None,
+            is_compared,
         )
 
 
+def _measured(
+    candidates: Sequence[Candidate], given: Mapping[str, Mapping[tuple[int, int], Answer]], turns: Set[tuple[int, int]]
+) -> dict[str, Measured]:
+    groups = {group: number for number, group in enumerate(sorted({group for group, _ in turns}))}
+    answers = {
+        each.label: [answer for turn, answer in given[each.label].items() if turn in turns] for each in candidates
+    }
+    return measure({each.label: _timings(each, answers[each.label], groups) for each in candidates})
+
+
 def _timings(candidate: Candidate, answers: Sequence[Answer], groups: Mapping[int, int]) -> Timings:
-    steps = np.array([step for answer in answers for step in answer.stats.steps], dtype=np.float64).reshape(-1, 3)
-    owners = [groups[answer.group] for answer in answers for _ in answer.stats.steps]
-    accepted, passes, new = (np.zeros(len(groups)) for _ in range(3))
+    times_s = np.array([step for answer in answers for step in answer.stats.steps], dtype=np.float64).reshape(-1, 3)
+    prompts = [groups[answer.group] for answer in answers for _ in answer.stats.steps]
+    accepted, passes = np.zeros(len(groups)), np.zeros(len(groups))
     for answer in answers:
-        place = groups[answer.group]
-        passes[place] += answer.stats.num_passes
-        accepted[place] += answer.stats.num_accepted_tokens
-        new[place] += answer.stats.num_new_tokens
-    draft_s, verify_s, host_s = steps.T
-    # A server's time is of the whole answer, and it need not count all passes.
-    tokens = new if candidate.is_server else accepted
-    prompt_of_step = np.array(owners, dtype=np.int64)
-    return Timings(draft_s, verify_s, host_s, prompt_of_step, tokens, accepted, passes, candidate.tree[2])
+        passes[groups[answer.group]] += answer.stats.num_passes
+        accepted[groups[answer.group]] += answer.stats.num_accepted_tokens
+    return Timings(times_s, np.array(prompts, dtype=np.int64), accepted, passes, candidate.tree[2])
 
 
 def _with_range(estimate: Estimate | None, digits: int) -> str:

@@ -1,16 +1,18 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt and balanced (`balanced_orders`): no candidate gains by its place or
-by the one before it. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the same
-seed), and identical ones are counted. Where `GenerationStats.is_exact`, a difference is an error. Times are of this
-device alone.
+for all. Their order is drawn anew for each prompt, so that none gains by it. Every answer is compared with plain
+decoding of the same prompt (greedy, or sampled with the same seed), and identical ones are counted. Where
+`GenerationStats.is_exact`, a difference is a failure. Times are of this device alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import product
 from operator import eq
 from typing import Any
 
@@ -21,10 +23,10 @@ from ..api.output import GenerationOutput, difference, first_difference
 from ..errors import DeviceMemoryError, EagleSlimError, LogitsError, PromptError, UsageError
 from ..model import SpeculativeModel
 from .candidates import PLAIN, Candidate, find_candidates
-from .options import CompareOptions
+from .comparison_options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import Answer, Comparison, Finding, build_rows
+from .report import Answer, Comparison, Omission, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -44,14 +46,16 @@ def compare(
         options: what to compare and how; None for the defaults.
         progress: called after each answer with how many there are and how many there will be.
 
-    Ctrl-C ends it early: then ``is_complete`` is false, and the figures are those of the turns that every candidate has
-    answered; before the first one it raises KeyboardInterrupt.
+    What was measured is kept. A candidate that fails at a turn, by whatever error, lacks that turn; where plain
+    decoding fails or the prompt cannot be asked, the conversation ends; Ctrl-C ends all, and ``is_complete`` is false
+    then. The ``omissions`` of the result tell of it.
 
     Raises:
         UsageError: the options fit neither models nor prompts.
-        EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
-        PromptError: a first turn has no room in the context; nothing is measured then. A later one without room, and
-            any for which the memory does not suffice or logits are no numbers, is left out and told (`findings`).
+        PromptError: a first turn has no room in the context; nothing is measured then.
+        EagleSlimError: no drafted answer could be measured, or each differs from plain decoding's where the target
+            promises that none does.
+        KeyboardInterrupt: before the first turn was answered.
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
@@ -59,37 +63,20 @@ def compare(
     if not prompts:
         raise UsageError("prompts: a comparison takes one or more; got none.")
     candidates = [Candidate(PLAIN, PLAIN, models[0]), *drafted]
-    run = Run(prompts, candidates, options, progress)
-    answers = run.answer_all()
-    if not answers:
-        raise EagleSlimError(f"No prompt was answered: {run.findings[0]}")
+    measurement = Measurement(prompts, candidates, options, progress)
+    answers, omissions = measurement.answer_all(), list(measurement.omissions.values())
+    if all(answer.candidate == PLAIN for answer in answers):
+        raise EagleSlimError(f"No drafted answer was measured: {max(omissions, key=lambda each: each.is_fault)}")
     rows = build_rows(candidates, options, answers)
-    return Comparison(rows, run.setup(), recommend(rows), answers, len(answers) == run.num_calls, run.findings)
-
-
-def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
-    """Yield orders of ``count`` things without end: the rows of Williams' designs, each shuffled over a new draw.
-
-    Once all its rows are used, each thing stood equally often in each place, and directly after each other thing.
-    Williams (1949), "Experimental designs balanced for the estimation of residual effects of treatments". For four
-    things: 0 1 3 2, 1 2 0 3, 2 3 1 0, 3 0 2 1; for an odd number the reversed rows too.
-    """
-    first = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
-    rows = [[(each + shift) % count for each in first] for shift in range(count)]
-    if count % 2:
-        rows += [row[::-1] for row in rows]
-    while True:
-        things = random.permutation(count)
-        for number in random.permutation(len(rows)):
-            yield [int(things[place]) for place in rows[number]]
+    return Comparison(rows, measurement.setup(), recommend(rows), answers, measurement.is_complete, omissions)
 
 
 def groups_of(count: int, size: int) -> list[tuple[int, ...]]:
-    """Number prompts that are asked together, the last group filled up from the beginning."""
+    """List the numbers of prompts that are asked together, the last group filled up from the beginning."""
     return [tuple((first + i) % count for i in range(size)) for first in range(0, count, size)]
 
 
-class Run:
+class Measurement:
     """The calls of one comparison; ``candidates`` begin with plain decoding, which the others are compared with."""
 
     def __init__(
@@ -97,17 +84,13 @@ class Run:
     ) -> None:
         self.prompts, self.candidates, self.options, self.progress = prompts, candidates, options, progress
         self.model = candidates[0].model
-        self.answers, self.findings = list[Answer](), list[Finding]()
-        # The figures of each mode and batch size are worked out by themselves.
-        kinds = [(mode, batch) for mode in options.modes for batch in options.batches]
-        self.orders = {
-            kind: balanced_orders(len(candidates), np.random.default_rng([0, number]))
-            for number, kind in enumerate(kinds)
-        }
+        self.answers, self.is_complete, self.num_done = list[Answer](), True, 0
+        self.omissions = dict[tuple[int, str], Omission]()
+        """By batch and message."""
+        self.random = np.random.default_rng(0)
         groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
-        num_turns = sum(max(len(prompts[place].turns) for place in group) for group in groups)
+        num_turns = sum(max(len(prompts[number].turns) for number in group) for group in groups)
         self.num_calls = len(candidates) * num_turns * len(options.modes)
-        """How many calls of `generate` it takes."""
 
     def setup(self) -> dict[str, Any]:
         """Return what is compared, on which device and how, as plain values."""
@@ -130,7 +113,7 @@ class Run:
         }
 
     def answer_all(self) -> list[Answer]:
-        """Return the answers in the order they were made; fewer than planned where Ctrl-C ended it."""
+        """Return the answers in the order they were made; fewer than planned where something failed or Ctrl-C came."""
         self._warm_up()
         try:
             for batch in self.options.batches:
@@ -140,6 +123,7 @@ class Run:
         except KeyboardInterrupt:
             if not self.answers:
                 raise
+            self.is_complete = False
         return self.answers
 
     def _warm_up(self) -> None:
@@ -147,49 +131,82 @@ class Run:
         opening = [self.model.encode_chat([_said("user", prompt.turns[0])]) for prompt in self.prompts]
         self.model.generate(opening, max_new_tokens=0)
         hello = self.model.encode_chat([_said("user", "Hi")])
-        for candidate in self.candidates:
-            for batch in self.options.batches:
+        failed, num_batches = Counter[bool](), len(self.options.batches)
+        for batch, candidate in product(self.options.batches, self.candidates):
+            try:
                 # Keep one-off work (allocation, packing) out of the first prompt's times.
                 candidate.model.generate(
                     [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
                 )
+            except Exception:
+                # It fails again when it is asked, unless nothing is left that could be compared.
+                failed[candidate.is_plain] += 1
+                if failed[True] == num_batches or failed[False] == num_batches * (len(self.candidates) - 1):
+                    raise
 
     def _answer_group(self, group: tuple[int, ...], mode: str) -> None:
         """Let every candidate answer a group of prompts, turn by turn."""
-        prompts = {place: self.prompts[place] for place in group}
-        talks: dict[int, list[dict[str, str]]] = {place: [] for place in prompts}
-        categories = {prompt.category for prompt in prompts.values()}
-        category = categories.pop() if len(categories) == 1 else None
-        num_turns = max(len(prompt.turns) for prompt in prompts.values())
+        talks: dict[int, list[dict[str, str]]] = {number: [] for number in group}
+        num_turns = max(len(self.prompts[number].turns) for number in group)
+        ended = self.num_done + len(self.candidates) * num_turns
         for turn in range(num_turns):
-            asked = [place for place in group if turn < len(prompts[place].turns)]
-            for place in dict.fromkeys(asked):
-                talks[place].append(_said("user", prompts[place].turns[turn]))
-            ids, outputs = [self.model.encode_chat(talks[place]) for place in asked], dict[str, GenerationOutput]()
-            for number in next(self.orders[mode, len(group)]):
-                candidate = self.candidates[number]
-                try:
-                    outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
-                except (PromptError, DeviceMemoryError, LogitsError) as error:
-                    # What was measured stays: the conversations of this group end here.
-                    place = asked[error.prompt] if isinstance(error, PromptError) else group[0]
-                    message = f"left out from turn {turn + 1} on, with the conversation before it: {error}"
-                    self.findings.append(Finding(candidate.label, message, len(group), place))
-                    self.num_calls -= len(self.candidates) * (num_turns - turn)
-                    return
-                self.progress(len(self.answers) + len(outputs), self.num_calls)
-            plain = outputs[PLAIN]
-            for label, output in outputs.items():
+            asked = [number for number in group if turn < len(self.prompts[number].turns)]
+            for number in dict.fromkeys(asked):
+                talks[number].append(_said("user", self.prompts[number].turns[turn]))
+            plain = self._answer_turn(mode, group, turn, asked, talks)
+            if plain is None:
+                # Nothing is known that the next turn could follow.
+                self._move_on(ended - self.num_done)
+                return
+            for number, text in zip(asked, plain.text, strict=True):
+                if talks[number][-1]["role"] == "user":
+                    talks[number].append(_said("assistant", text or ""))
+
+    def _answer_turn(
+        self, mode: str, group: tuple[int, ...], turn: int, asked: Sequence[int], talks: Mapping[int, Any]
+    ) -> GenerationOutput | None:
+        """Keep what the candidates answer to a turn; return plain decoding's answer, None where there is none."""
+        outputs, of_turn = dict[str, GenerationOutput](), (mode, len(group), group[0], turn)
+        try:
+            ids = [self.model.encode_chat(talks[number]) for number in asked]
+        except Exception as error:
+            self._leave_out(PLAIN, of_turn, error)
+            return None
+        for number in self.random.permutation(len(self.candidates)):
+            candidate = self.candidates[number]
+            try:
+                outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
+            except Exception as error:
+                self._leave_out(candidate.label, of_turn, error)
+                if candidate.is_plain:
+                    return None
+            self._move_on(1)
+        plain, categories = outputs[PLAIN], {self.prompts[number].category for number in group}
+        for label, output in outputs.items():
+            try:
                 if label != PLAIN and output.stats.is_exact:
-                    _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
-            # A turn counts once every candidate has answered it: all figures are of the same turns.
-            for label, output in outputs.items():
-                num_identical = sum(map(eq, output.token_ids, plain.token_ids))
-                answer = Answer(mode, len(group), group[0], label, category, num_identical, len(asked), output.stats)
-                self.answers.append(answer)
-            for place, text in zip(asked, plain.text, strict=True):
-                if talks[place][-1]["role"] == "user":
-                    talks[place].append(_said("assistant", text or ""))
+                    _prove(f"{mode}: turn {turn + 1}", output, plain, asked)
+            except EagleSlimError as error:
+                self._leave_out(label, of_turn, error)
+                continue
+            category = next(iter(categories)) if len(categories) == 1 else None
+            num_identical = sum(map(eq, output.token_ids, plain.token_ids))
+            self.answers.append(Answer(*of_turn, label, category, num_identical, len(asked), output.stats))
+        return plain
+
+    def _move_on(self, num_calls: int) -> None:
+        self.num_done += num_calls
+        self.progress(self.num_done, self.num_calls)
+
+    def _leave_out(self, candidate: str, of_turn: tuple[str, int, int, int], error: Exception) -> None:
+        """Tell an error once, however often it comes; of plain decoding, as without its answer there is no other."""
+        _, batch, prompt, turn = of_turn
+        is_fault = not isinstance(error, (PromptError, UsageError, DeviceMemoryError, LogitsError))
+        kind = "" if isinstance(error, EagleSlimError) else f"{type(error).__name__}: "
+        message = f"turn {turn + 1} left out: {kind}{' '.join(str(error).split())}"
+        first = self.omissions.get((batch, message), Omission(candidate, message, batch, prompt, is_fault))
+        name = PLAIN if candidate == PLAIN else first.candidate
+        self.omissions[batch, message] = replace(first, candidate=name, num_times=first.num_times + 1)
 
     def _generate(self, candidate: Candidate, ids: Sequence[Any], mode: str, batch: int) -> GenerationOutput:
         output: GenerationOutput = candidate.model.generate(
@@ -210,7 +227,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:
     """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
-    for place, ours, own in zip(asked, output.token_ids, plain.token_ids, strict=True):
-        first = first_difference(ours, own)
+    for prompt, drafted, expected in zip(asked, output.token_ids, plain.token_ids, strict=True):
+        first = first_difference(drafted, expected)
         if first is not None:
-            raise difference(f"{what} of prompt {place}", ours, own, first, str(output.stats.exactness))
+            raise difference(f"{what} of prompt {prompt}", drafted, expected, first, str(output.stats.exactness))

@@ -3,7 +3,7 @@
 All candidates answer the same prompts, so a resample draws the same prompts for all of them, and an easy or a hard
 prompt cancels in the ratio of two candidates. Verifying costs the same for every draft vocabulary: its time is the
 median over the steps of all candidates whose trees have as many nodes. An interval is the bootstrap's standard error of
-the logarithm times Student's t for the number of prompts. Fewer than five prompts give none.
+the logarithm times Student's t for the number of prompts. Fewer than `ENOUGH_PROMPTS` give none.
 """
 
 from __future__ import annotations
@@ -16,27 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t
 
+ENOUGH_PROMPTS = 5
 _NUM_RESAMPLES = 400
 _CONFIDENCE = 0.95
-_FEWEST_PROMPTS = 5
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Times and tokens of one candidate, step by step.
+    """Times and tokens of one candidate.
 
-    ``draft_s``, ``verify_s``, ``host_s`` float64 [steps]; ``prompt_of_step`` int64 [steps], numbers from 0. By prompt,
-    float64 [prompts]: ``tokens`` that its steps added to answers, ``passes``, the target passes of its sequences (as
-    many as its steps, unless several share a step), and ``accepted``, the tokens of these passes. ``nodes``: of the
-    trees, 1 for plain decoding, 0 where each step chose its tree; such steps have a mean, others a median. A server's
-    answers are one step each, whose ``draft_s`` is the time to the first token.
+    ``times_s``: float64 [steps, 3], drafting, verifying, host; ``prompt_of_step``: int64 [steps], from 0. ``accepted``,
+    ``passes``: float64 [prompts], tokens that target passes gave, and the passes of all sequences (as many as steps,
+    unless several share a step). ``nodes``: of the trees, 1 for plain decoding, 0 where each step chose its tree; such
+    steps have a mean, others a median.
     """
 
-    draft_s: NDArray[np.float64]
-    verify_s: NDArray[np.float64]
-    host_s: NDArray[np.float64]
+    times_s: NDArray[np.float64]
     prompt_of_step: NDArray[np.int64]
-    tokens: NDArray[np.float64]
     accepted: NDArray[np.float64]
     passes: NDArray[np.float64]
     nodes: int
@@ -53,7 +49,7 @@ class Estimate:
     @classmethod
     def of(cls, value: float, resampled: NDArray[np.float64], num_prompts: int, comparisons: int = 1) -> Estimate:
         """Build from the value and its resamples; ``comparisons`` made with the same data widen the interval."""
-        if num_prompts < _FEWEST_PROMPTS or value <= 0:
+        if num_prompts < ENOUGH_PROMPTS or value <= 0:
             return cls(value, 0.0, math.inf)
         error = float(np.log(resampled).std() * math.sqrt(num_prompts / (num_prompts - 1)))
         factor = math.exp(min(700.0, t.ppf(1 - (1 - _CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
@@ -62,17 +58,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one candidate: estimates, and the same quantities for every resample, float64 [resamples]."""
+    """The figures of one candidate: estimates, and the speed of every resample, float64 [resamples].
+
+    Times are medians over steps, ``verify_s`` over those of all candidates with as many nodes.
+    """
 
     accepted_length: Estimate
     tokens_per_s: Estimate
     draft_s: float
-    """Median over steps, as are the next two."""
     verify_s: float
-    """Median over the steps of all candidates with as many nodes."""
     host_s: float
-    first_s: Estimate
-    """``draft_s`` with its interval: a server's time to the first token."""
     resampled_tokens_per_s: NDArray[np.float64]
 
     @property
@@ -83,7 +78,7 @@ class Measured:
 
 def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured]:
     """Measure candidates that answered the same prompts; those that made no step are left out."""
-    timings = {name: each for name, each in timings.items() if len(each.draft_s) and each.tokens.sum() > 0}
+    timings = {name: each for name, each in timings.items() if len(each.times_s) and each.accepted.sum() > 0}
     if not timings:
         return {}
     num_prompts = len(next(iter(timings.values())).accepted)
@@ -94,33 +89,30 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
     verify_s = {}
     for nodes in {each.nodes for each in timings.values()}:
         pool = [each for each in timings.values() if each.nodes == nodes]
-        times, prompts = (np.concatenate([getattr(each, n) for each in pool]) for n in ("verify_s", "prompt_of_step"))
-        verify_s[nodes] = _averages(nodes, times, prompts, weights)
-    found = {}
-    for name, each in timings.items():
-        steps = np.bincount(each.prompt_of_step, minlength=num_prompts)
-        draft_s, host_s = (
-            _averages(each.nodes, times, each.prompt_of_step, weights) for times in (each.draft_s, each.host_s)
-        )
-        tokens, accepted, passes, num_steps = (
-            weights @ per_prompt for per_prompt in (each.tokens, each.accepted, each.passes, steps)
-        )
-        # A resample without a single step of a candidate says nothing about it.
-        valid = num_steps > 0
-        with np.errstate(divide="ignore", invalid="ignore"):
-            lengths = np.where(valid & (accepted > 0), accepted / passes, accepted[0] / passes[0])
-            speeds = tokens / num_steps / (draft_s + verify_s[each.nodes] + host_s)
-            speeds = np.where(valid & (speeds > 0), speeds, speeds[0])
-        found[name] = Measured(
-            Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
-            Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
-            float(draft_s[0]),
-            float(verify_s[each.nodes][0]),
-            float(host_s[0]),
-            Estimate.of(float(draft_s[0]), np.where(valid, draft_s, draft_s[0])[1:], num_prompts),
-            speeds[1:],
-        )
-    return found
+        times = np.concatenate([each.times_s[:, 1] for each in pool])
+        verify_s[nodes] = _averages(nodes, times, np.concatenate([each.prompt_of_step for each in pool]), weights)
+    return {name: _measure_one(each, verify_s[each.nodes], weights) for name, each in timings.items()}
+
+
+def _measure_one(each: Timings, verify_s: NDArray[np.float64], weights: NDArray[np.int64]) -> Measured:
+    num_prompts = weights.shape[1]
+    steps = np.bincount(each.prompt_of_step, minlength=num_prompts)
+    draft_s, host_s = (_averages(each.nodes, each.times_s[:, i], each.prompt_of_step, weights) for i in (0, 2))
+    accepted, passes, num_steps = (weights @ per_prompt for per_prompt in (each.accepted, each.passes, steps))
+    # A resample without a single step of a candidate says nothing about it.
+    is_valid = (num_steps > 0) & (accepted > 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lengths = np.where(is_valid, accepted / passes, accepted[0] / passes[0])
+        speeds = accepted / num_steps / (draft_s + verify_s + host_s)
+        speeds = np.where(is_valid, speeds, speeds[0])
+    return Measured(
+        Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
+        Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
+        float(draft_s[0]),
+        float(verify_s[0]),
+        float(host_s[0]),
+        speeds[1:],
+    )
 
 
 def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1) -> Estimate:
@@ -130,22 +122,13 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
 
 
 def _averages(
-    nodes: int, times: NDArray[np.float64], prompt_of_step: NDArray[np.int64], weights: NDArray[np.int64]
+    nodes: int, times: NDArray[np.float64], prompts: NDArray[np.int64], weights: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the average step of each resample, float64 [1 + resamples]: a mean where steps differ by their trees."""
-    if nodes:
-        return _weighted_medians(times, prompt_of_step, weights)
-    sums, counts = (np.bincount(prompt_of_step, each, weights.shape[1]) for each in (times, np.ones_like(times)))
-    means: NDArray[np.float64] = (weights @ sums) / np.maximum(weights @ counts, 1)
-    return means
+    """Average ``times`` [steps] where each counts as often as its prompt in each row of ``weights`` [rows, prompts].
 
-
-def _weighted_medians(
-    times: NDArray[np.float64], prompts: NDArray[np.int64], weights: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the median of ``times`` [steps] where each counts as often as its prompt in each row of ``weights``.
-
-    ``prompts`` int64 [steps], ``weights`` int64 [rows, prompts]; gives float64 [rows], NaN for a row without steps.
+    ``prompts`` int64 [steps]; gives float64 [rows], NaN for a row without steps: a mean where steps differ by their
+    trees, else a median.
     """
+    average = np.median if nodes else np.mean
     repeated = (np.repeat(times, counts[prompts]) for counts in weights)
-    return np.array([np.median(each) if len(each) else np.nan for each in repeated])
+    return np.array([average(each) if len(each) else np.nan for each in repeated])

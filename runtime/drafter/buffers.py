@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NamedFields, UsageError, misfit
+from ..errors import UsageError, explain_fields, misfit
 from ..settings import MAX_WAITING, TreeConfig
 from ..tree import DraftTree
 from .dimensions import DrafterConfig, check_kernel_limits
-from .follow import Tails
 from .kernels.frontier import MAX_DEPTH
 from .launch_params import LaunchParams
 from .weights import HeadWeights
-from .workspace import allocate_tails, allocate_workspace
+from .workspace import allocate_workspace
 
 BLANK = {
     "draft_tokens": -1,
@@ -40,13 +39,13 @@ INPUTS = (
     "keys",
     "values",
     "tables",
-    "tails",
 )
-"""Fields that drafters of different trees share. Tails lie in the chunks of the layout, which is one for all trees."""
+"""Fields that drafters of different trees share."""
 
 
+@explain_fields
 @dataclass(frozen=True)
-class Buffers(NamedFields):
+class Buffers:
     """Inputs, KV cache and outputs of a draft, allocated once; all on one device, indexed by slot.
 
     Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 64 or more], the token after each new
@@ -84,8 +83,6 @@ class Buffers(NamedFields):
     params: LaunchParams | None = None
     """Launch parameters that the workspace is for; None without one."""
     workspace: dict[str, Tensor] = field(default_factory=dict)
-    tails: Tails | None = None
-    """Rows that joined each slot's draft vocabulary; None without following."""
     host: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     """Most new tokens of a sequence as `set_step` wrote them (``new``), and the version of ``num_new`` then."""
 
@@ -114,8 +111,6 @@ class Buffers(NamedFields):
         if "tables" not in found:
             tables = head.rotary.for_length(cfg.num_tokens).tables(cfg.max_positions + MAX_DEPTH)
             found["tables"] = tuple(table[:, : cfg.head_dim // 2].contiguous() for table in tables)
-        if cfg.tail_rows and "tails" not in found:
-            found["tails"] = allocate_tails(cfg, params, device)
         bufs = cls(**found, cfg=cfg, tree=cfg.tree, params=params)
         if shared is None or "num_new" not in shared:
             bufs.num_new.fill_(1)
@@ -188,7 +183,7 @@ class Buffers(NamedFields):
         if not self.num_new.is_inference():
             self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
 
-    def most_new_tokens(self) -> int:
+    def max_new_tokens(self) -> int:
         """Return the most new tokens of a sequence in the last `set_step`; 0 if ``num_new`` was written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import NamedFields, UnsupportedModelError, UsageError, misfit
+from ..errors import UnsupportedModelError, UsageError, explain_fields, explain_unknown, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig
-from .follow import MAX_FOLLOW_ROWS, UNIT_ROWS
 from .weights import HeadWeights
 
 ACTIVATIONS = {
@@ -28,8 +27,9 @@ ACTIVATIONS = {
 """Activations of the persistent drafter, by their names in `transformers.activations.ACT2FN`."""
 
 
+@explain_fields
 @dataclass(frozen=True)
-class DrafterConfig(NamedFields):
+class DrafterConfig:
     """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
 
     ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;
@@ -70,8 +70,6 @@ class DrafterConfig(NamedFields):
     norm_output: bool = False
     tap_norms: int = 0
     sliding_window: int | None = None
-    tail_rows: int = 0
-    """Places for LM-head rows that join a sequence's draft vocabulary, whole units of 16; 0 where nothing does."""
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
@@ -86,7 +84,6 @@ class DrafterConfig(NamedFields):
             "draft_vocab": self.top_k,
             "num_slots": 1,
             "max_positions": tree.depth * tree.top_k + 1,
-            "tail_rows": 0,
         }
         for name, low in least.items():
             value: Any = getattr(self, name)
@@ -101,7 +98,6 @@ class DrafterConfig(NamedFields):
             ("draft_vocab", self.draft_vocab <= self.target_vocab, f"at most target_vocab = {self.target_vocab}"),
             ("norm_eps", isinstance(eps, Real) and 0 <= float(eps) < math.inf, "a number of at least 0"),
             ("weight_dtype", self.weight_dtype in (self.dtype, torch.float8_e4m3fn), f"{self.dtype} or float8_e4m3fn"),
-            ("tail_rows", self.tail_rows % UNIT_ROWS == 0, f"a multiple of {UNIT_ROWS}"),
             ("num_heads", self.num_heads % self.num_kv_heads == 0, f"a multiple of num_kv_heads = {self.num_kv_heads}"),
             ("head_dim", self.head_dim % 2 == 0, "even"),
             ("kind", self.kind in ("eagle3", "eagle"), '"eagle3" or "eagle"'),
@@ -117,6 +113,7 @@ class DrafterConfig(NamedFields):
                 raise misfit(field, expected, getattr(self, field))
 
     @classmethod
+    @explain_unknown({})
     def of(
         cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
     ) -> DrafterConfig:
@@ -128,7 +125,6 @@ class DrafterConfig(NamedFields):
             num_slots=num_slots,
             max_positions=capacity + tree.depth * tree.top_k,
             weight_dtype=weight_dtype or head.dtype,
-            tail_rows=0 if head.follow is None else head.follow.width,
         )
 
     @property
@@ -155,7 +151,7 @@ class DrafterConfig(NamedFields):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether weights are FP8, and operands pairs of e4m3 numbers."""
+        """Tell if weights are FP8, and operands pairs of e4m3 numbers."""
         return self.weight_dtype != self.dtype
 
     @property
@@ -183,7 +179,7 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     """Check the persistent kernel's limits: raises `UnsupportedModelError` for the activation, else `UsageError`.
 
     hidden up to 16,384, head_dim to 256, draft_vocab to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
-    slots 1 to 16, positions to 131,072 and a tree, tail_rows to 8,192; bfloat16, float16 or float32.
+    slots 1 to 16, positions to 131,072 and a tree; bfloat16, float16 or float32.
     """
     check_kernel_activation(cfg.activation)
     bounds = {
@@ -199,7 +195,6 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
         "total_tokens": (2, 128),
         "num_slots": (1, 16),
         "max_positions": (1, 131072 + 256),
-        "tail_rows": (0, MAX_FOLLOW_ROWS),
     }
     for name, (low, high) in bounds.items():
         value = getattr(cfg, name)

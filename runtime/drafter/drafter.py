@@ -81,10 +81,9 @@ class Drafter:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights read to draft a tree: on each level the layer, the LM head and all rows that may join."""
+        """Bytes of weights read to draft a tree: on each level the layer and the LM head."""
         head = self.weights
-        joining = 0 if head.follow is None else min(head.follow.most, len(head.follow.ids))
-        num_weights = sum(tensor.numel() for tensor in (*head.tensors.values(), head.lm_head)) + joining * head.hidden
+        num_weights = sum(tensor.numel() for tensor in (*head.tensors.values(), head.lm_head))
         # Norms and biases stay as they are; they are negligible.
         return num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
 
@@ -216,9 +215,13 @@ def check_finished(bufs: Buffers) -> None:
 
 def reset_barrier(bufs: Buffers) -> None:
     """Make a grid barrier that timed out usable again."""
-    for name in ("barrier", "node_arrivals"):
-        if name in bufs.workspace:
-            bufs.workspace[name].zero_()
+    for tensor in barriers_of(bufs):
+        tensor.zero_()
+
+
+def barriers_of(bufs: Buffers) -> list[Tensor]:
+    """Return the tensors in which a kernel's programs wait for one another: all zero between drafts."""
+    return [bufs.workspace[name] for name in ("barrier", "node_arrivals") if name in bufs.workspace]
 
 
 def timed_out() -> DrafterError:

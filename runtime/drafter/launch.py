@@ -13,29 +13,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice, misfit
+from ..errors import DrafterError, UsageError, check_choice, explain_unknown, misfit
 from ..ops import Launches, Ops, count_launches
 from ..tree import layout_tree
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
-from .follow import UNIT_ROWS
-from .kernels.ancestor_attention import KVCache
+from .kernels.ancestor_attention import DraftCache
 from .kernels.gated_mlp import MlpShape
-from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
+from .kernels.lm_topk import HeadTiles, Selection, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
-from .kernels.persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel, is_interpreted
-from .kernels.projections import Share
+from .kernels.persistent import (
+    DraftHeadShape,
+    DraftPlan,
+    Features,
+    Grid,
+    HeadTensors,
+    StepInputs,
+    draft_kernel,
+    is_interpreted,
+)
+from .kernels.projections import ProgramOutputs
 from .kernels.row_operands import RowShape
-from .kernels.tail_rows import gather_rows
-from .kernels.tree_build import TreeOutputs, TreeShape
-from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
+from .kernels.tree_build import TreeBounds, TreeOutputs
+from .launch_params import LaunchParams, StoredLayout, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
 from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
-from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, tail_tiles
+from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape
 
 _WIDEST_PIECE = 16384
+_HEAD_FIELDS = (
+    "has_fc",
+    "has_fc_bias",
+    "has_qkv_bias",
+    "has_o_bias",
+    "has_mlp_bias",
+    "hidden",
+    "intermediate",
+    "feature_width",
+    "norm_before_residual",
+    "norm_output",
+)
+"""Fields that `DraftHeadShape` has of a `DrafterConfig`."""
 BACKENDS = ("triton", "reference")
 
 DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
@@ -43,6 +63,7 @@ DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
 trees of the active slots into the outputs of these buffers."""
 
 
+@explain_unknown({})
 def launch_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
@@ -65,7 +86,7 @@ def launch_drafter(
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
-    _check_parts(cfg, weights, bufs)
+    _check_fits(cfg, weights, bufs)
     if isinstance(X, Mapping):
         X = _named_features(X)
     taps = _check_features(cfg, X)
@@ -76,8 +97,8 @@ def launch_drafter(
             raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
         if weights.packed.launches(cfg)[0] != bufs.params:
             raise DrafterError("backend='triton' needs the workspace of these weights: allocate_buffers(cfg, weights).")
-    if bufs.most_new_tokens() > taps[0].shape[1]:
-        raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
+    if bufs.max_new_tokens() > taps[0].shape[1]:
+        raise UsageError(f"A slot has {bufs.max_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
     run_draft(cfg, X, weights, bufs, backend)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
 
@@ -117,6 +138,7 @@ def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
         )
 
 
+@explain_unknown({})
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
 
@@ -128,22 +150,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
     return Buffers.allocate(cfg, weights.head, params, shared)
 
 
-def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
-    """Let token ids of a sequence join its slot's draft vocabulary, replacing those of before.
-
-    Those that the base holds or the head was never trained on do not; of more than ``follow.most`` the best ranked
-    (`drafter.follow`). Raises `UsageError` for a head without rows to follow with, and for slots and ids out of range.
-    """
-    follow = weights.head.follow
-    if follow is None or bufs.tails is None:
-        raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.")
-    _check_slot(cfg, slot)
-    check_ids(slot, token_ids, cfg.target_vocab)
-    bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
-    if bufs.tails.rows is not None:
-        gather_rows(follow, bufs.tails)
-
-
+@explain_unknown({})
 def prefill_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor],
@@ -159,7 +166,7 @@ def prefill_drafter(
     after each feature; pairs take the positions from ``start`` on. Waits for the device. Raises `UsageError` when they
     and a tree do not fit, and for other shapes, slots and token ids.
     """
-    _check_parts(cfg, weights, bufs)
+    _check_fits(cfg, weights, bufs)
     X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
     if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
@@ -208,7 +215,7 @@ def write_pairs(
     weight, bias = head.kv_projection
     keys, values = bufs.keys, bufs.values
     ops(rotate_append)(
-        inputs @ weight, bias, head.head_norms, head.norm_eps, *bufs.tables, positions, slots, rows, keys, values
+        inputs @ weight, bias, head.head_norms, head.norm_eps, bufs.tables, positions, slots, rows, keys, values
     )
 
 
@@ -234,10 +241,10 @@ def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequenc
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
         raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
     shape, width = taps[0].shape, cfg.feature_width // len(taps)
-    slots, most = buffer_layout(cfg)["new_tokens"][0]
-    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= most or shape[2] != width:
+    slots, largest = buffer_layout(cfg)["new_tokens"][0]
+    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= largest or shape[2] != width:
         raise UsageError(
-            f"Features must be [{slots} slots, 1 to {most} new tokens, {cfg.feature_width}]; got "
+            f"Features must be [{slots} slots, 1 to {largest} new tokens, {cfg.feature_width}]; got "
             f"{[tuple(tap.shape) for tap in taps]}."
         )
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
@@ -245,7 +252,7 @@ def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequenc
     return taps
 
 
-def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+def _check_fits(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     """Refuse weights and buffers of another configuration: the kernel would read and write out of bounds."""
     for name, given, kind in (("cfg", cfg, DrafterConfig), ("weights", weights, Weights), ("bufs", bufs, Buffers)):
         if not isinstance(given, kind):
@@ -282,48 +289,52 @@ def _check_slot(cfg: DrafterConfig, slot: int) -> None:
 
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
     """Return constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
-    rows, programs = block_rows(cfg), params.num_programs
-    layout = params.layout
+    rows, programs, layout = block_rows(cfg), params.num_programs, params.layout
     stream = StreamLayout.of(cfg, layout, draft_vocab)
-    finished = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
-    sums = max(16, min(finished, 4096 // rows))
-    segments, scaled, tiles = tap_segments(cfg), cfg.has_fp8, params.tiles
-    return {
-        "HEAD": HeadShape(
-            cfg.kind == "eagle", cfg.has_fc, cfg.has_fc_bias, cfg.has_qkv_bias, scaled, cfg.hidden, cfg.intermediate,
-            cfg.num_heads * cfg.head_dim, cfg.feature_width, cfg.has_o_bias, cfg.has_mlp_bias,
-            cfg.norm_before_residual, cfg.norm_output, bias_layout(cfg),
-        ),
-        "PHASES": Phases(
-            row=RowShape(cfg.hidden, eps=cfg.norm_eps),
-            taps=RowShape(cfg.feature_width // segments, segments, cfg.norm_eps, cfg.tap_norms),
-            layer=tiles["layer"],
-            layer_chunk=layout.chunks["layer"],
-            sum_hidden=Share(cfg.hidden, stream.rows.o, sums),
-            sum_qkv=Share(cfg.qkv_size, stream.rows.qkv, sums),
-            attention=attention_shape(cfg, params),
-            mlp=MlpShape(
-                cfg.hidden, cfg.intermediate, stream.rows.mlp, layout.chunks["mlp"], scaled, cfg.activation,
-                cfg.has_mlp_bias,
-            ),
-            mlp_tile=tiles["mlp"],
-            head=HeadTiles(
-                layout.head_rows, stream.rows.head, cfg.hidden, layout.chunks["head"], scaled,
-                rows_per_program(cfg.draft_vocab, programs) > min(layout.head_rows, tiles["head"].block_n),
-                tiles["head"],
-            ),
-            select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
-            tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
-            gather=1 if cfg.num_slots == 1 else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
-            tail=tail_tiles(cfg, params),
-            tail_units=cfg.tail_rows // UNIT_ROWS,
-        ),
-        "STREAM": stream,
-        "OPERANDS": OperandLayout.of(cfg),
-        "GRID": Grid(
-            programs, len_lists(programs), cfg.num_slots, cfg.embed_rows, buffer_layout(cfg)["new_tokens"][0][1]
-        ),
-    }  # fmt: skip
+    segments = tap_segments(cfg)
+    outputs = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
+    outputs = max(16, min(outputs, 4096 // rows))
+    plan = DraftPlan(
+        head=_head_shape(cfg),
+        grid=Grid(programs, len_lists(programs), cfg.num_slots, cfg.embed_rows, buffer_layout(cfg)["new_tokens"][0][1]),
+        stream=stream,
+        operands=OperandLayout.of(cfg),
+        row=RowShape(cfg.hidden, eps=cfg.norm_eps),
+        taps=RowShape(cfg.feature_width // segments, segments, cfg.norm_eps, cfg.tap_norms),
+        layer=params.tiles["layer"],
+        layer_chunk=layout.chunks["layer"],
+        sum_hidden=ProgramOutputs(cfg.hidden, stream.rows.o, outputs),
+        sum_qkv=ProgramOutputs(cfg.qkv_size, stream.rows.qkv, outputs),
+        attention=attention_shape(cfg, params),
+        mlp=_mlp_shape(cfg, layout, stream.rows.mlp),
+        mlp_tile=params.tiles["mlp"],
+        lm_head=_head_tiles(cfg, params, stream.rows.head),
+        select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
+        tree=TreeBounds(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
+        gather=1 if cfg.num_slots == 1 else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
+    )
+    return {"PLAN": plan}
+
+
+def _head_shape(cfg: DrafterConfig) -> DraftHeadShape:
+    return DraftHeadShape(
+        fused_every_level=cfg.kind == "eagle",
+        scaled=cfg.has_fp8,
+        attention=cfg.num_heads * cfg.head_dim,
+        biases=bias_layout(cfg),
+        **{name: getattr(cfg, name) for name in _HEAD_FIELDS},
+    )
+
+
+def _mlp_shape(cfg: DrafterConfig, layout: StoredLayout, rows: int) -> MlpShape:
+    chunk = layout.chunks["mlp"]
+    return MlpShape(cfg.hidden, cfg.intermediate, rows, chunk, cfg.has_fp8, cfg.activation, cfg.has_mlp_bias)
+
+
+def _head_tiles(cfg: DrafterConfig, params: LaunchParams, rows: int) -> HeadTiles:
+    layout, tile = params.layout, params.tiles["head"]
+    has_several = rows_per_program(cfg.draft_vocab, params.num_programs) > min(layout.head_rows, tile.block_n)
+    return HeadTiles(layout.head_rows, rows, cfg.hidden, layout.chunks["head"], cfg.has_fp8, has_several, tile)
 
 
 def compile_options(params: LaunchParams) -> dict[str, Any]:
@@ -351,7 +362,7 @@ def kernel_arguments(
 ) -> dict[str, Any]:
     """Return run-time arguments of `persistent.draft_kernel`, by name."""
     taps, offsets = _tap_addresses(features)
-    norms, tails = packed.norms, bufs.tails
+    norms = packed.norms
     return {
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
@@ -366,13 +377,12 @@ def kernel_arguments(
             norms["post"], norms["out"], packed.biases, norms["taps"], *bufs.tables,
             norms["heads"], cfg.draft_vocab, packed.embedding.stride(0),
         ),
-        "cache": KVCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),
+        "cache": DraftCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),
         "ws": Workspace(*(bufs.workspace[buffer.name] for buffer in BUFFERS)),
         "out": TreeOutputs(
             bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices,
             bufs.num_leaves,
         ),
-        "tails": None if tails is None else TailRows(tails.rows, tails.scales, tails.ids, tails.sizes),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How a head is stored and how the persistent drafter is launched: pure functions of dimensions and device.
+"""Layouts of a stored head and launch parameters of the persistent drafter: pure functions of dimensions and device.
 
 A head is packed once (`StoredLayout`), whatever the number of slots, the tree and the part of its vocabulary that
 launches use. What may differ between them (`LaunchParams`) changes speed, and results only by the order of additions.
@@ -29,7 +29,7 @@ USUAL_NODES = 10
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """How a head's weights lie in memory; every launch over them has it.
+    """The layout of a head's weights in memory, the same for every launch.
 
     ``split``: programs that share the rows of a projection. ``chunks``: columns stored together, powers of two, of
     ``layer`` (`PROJECTIONS`), ``mlp`` (gate and up) and ``head``. ``head_rows``: LM-head rows of a program stored
@@ -44,7 +44,7 @@ class StoredLayout:
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """How one kernel is compiled and launched over weights of a layout; see `persistent.draft_kernel`.
+    """Parameters of one kernel over weights of a layout; see `persistent.draft_kernel`.
 
     ``max_registers`` of a thread, 0 to let the assembler decide. ``tiles`` of ``layer``, ``mlp`` and ``head``.
     ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
@@ -139,10 +139,10 @@ def block_rows(cfg: DrafterConfig) -> int:
 
     Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
     """
-    most, nodes = MAX_NEW_TOKENS * padded_slots(cfg), padded_slots(cfg) << (cfg.top_k - 1).bit_length()
+    largest, nodes = MAX_NEW_TOKENS * padded_slots(cfg), padded_slots(cfg) << (cfg.top_k - 1).bit_length()
     if cfg.kind == "eagle" and cfg.has_fp8:
-        return most
-    return min(most, max(nodes, FREE_ROWS))
+        return largest
+    return min(largest, max(nodes, FREE_ROWS))
 
 
 def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
@@ -215,7 +215,7 @@ def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) ->
     }
 
 
-def _most_rows(cfg: DrafterConfig, name: str) -> int:
+def _max_tile_rows(cfg: DrafterConfig, name: str) -> int:
     """Rows of a tile: fp32 accumulators of 128 registers a thread at 256 threads leave room for everything else."""
     # FP8 activations are pairs, and each chunk's sum comes beside the sum so far.
     columns = block_rows(cfg) * (4 if cfg.has_fp8 else 1)
@@ -227,7 +227,7 @@ WORTH_SPLITTING = 8 << 20
 
 
 def fit_split(cfg: DrafterConfig, name: str, chip: Chip) -> int:
-    """Programs to a group, 4 at most (`projections.sum_parts`), whose rows fit one tile of 128; 1 for small operands.
+    """Programs to a group, 4 at most (`projections.add_splits`), whose rows fit one tile of 128; 1 for small operands.
 
     One answer for all numbers of slots and all trees: what is best for one sequence.
     """
@@ -238,19 +238,19 @@ def fit_split(cfg: DrafterConfig, name: str, chip: Chip) -> int:
         return 1
     for split in (4, 2):
         rows = group_rows(cfg, name, split, chip.num_sms)
-        fits = rows <= min(128, _most_rows(replace(cfg, num_slots=1), name))
+        fits = rows <= min(128, _max_tile_rows(replace(cfg, num_slots=1), name))
         if fits and chip.num_sms % split == 0:
             return split
     return 1
 
 
-def _choose_tile(cfg: DrafterConfig, name: str, owned: int, chip: Chip, most_columns: int | None = None) -> Tile:
+def _choose_tile(cfg: DrafterConfig, name: str, owned: int, chip: Chip, max_columns: int | None = None) -> Tile:
     rows, copies, inputs = block_rows(cfg), 2 if name == "mlp" else 1, chunk_inputs(cfg)[name]
     # wgmma multiplies 64 rows at a time; rows beyond those owned are masked.
     least = 64 if chip.capability >= 90 and 64 * rows * copies <= 16384 else 16
-    block_n = max(least, min(1 << (owned - 1).bit_length(), _most_rows(cfg, name), 128 if name == "layer" else 256))
+    block_n = max(least, min(1 << (owned - 1).bit_length(), _max_tile_rows(cfg, name), 128 if name == "layer" else 256))
     largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
-    largest = largest if most_columns is None else min(largest, most_columns)
+    largest = largest if max_columns is None else min(largest, max_columns)
     block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
     if block_k == 0:
         raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.")

@@ -10,9 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import NamedFields, misfit
+from ..errors import explain_fields, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
-from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
+from .kernels.packing import assign_rows, cut_chunks, cut_splits, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
 from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, in_features, num_groups, out_features
 from .tuned_cache import Launcher, TunedCache, open_tuned_cache
@@ -34,7 +34,7 @@ class PackedHead:
     biases: Tensor
     """Biases of fc, qkv, o, gate, up and down, as far as the head has them, one after the other: `bias_layout`."""
     launches: Launcher
-    """How it is launched, and the layout that it is stored in."""
+    """Launch parameters, and the layout that it is stored in."""
     draft_vocab: int
     """LM-head rows packed; a launch may use the first N of them."""
 
@@ -53,7 +53,7 @@ class PerMatrix:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Where each matrix lies in a program's stream, and how many rows of it a program and a group own."""
+    """Places of the matrices in a program's stream, and the rows of them that a program and a group have."""
 
     offsets: PerMatrix
     """In elements."""
@@ -101,71 +101,30 @@ class StreamLayout:
         )
 
 
+_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+
+
 def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: Tensor | None = None) -> PackedHead:
     """Lay a head out for the kernel, in the layout of ``launches``; of ``cfg`` the head's dimensions count.
 
     ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
     packed (`DraftVocab` in rank order); default the head's own order.
     """
-    stored = launches(cfg)[0].layout
-    w, programs, chunks = head.tensors, stored.num_programs, stored.chunks
-    device = head.device
+    stored, w, device = launches(cfg)[0].layout, head.tensors, head.device
     empty = torch.zeros(1, dtype=cfg.dtype, device=device)
     order = torch.arange(head.draft_vocab, device=device) if order is None else order
-    projections = [f"self_attn.{x}_proj" for x in "qkv"]
-    matrices = {
-        "fc": [w["fc.weight"]] if cfg.has_fc else [],
-        "qkv": [torch.cat([w[f"{name}.weight"] for name in projections])],
-        "o": [w["self_attn.o_proj.weight"]],
-        "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
-        "down": [w["mlp.down_proj.weight"]],
-        "head": [head.lm_head[order]],
-    }
-    layout = StreamLayout.of(cfg, stored, head.draft_vocab)
-    element = cfg.weight_dtype.itemsize
-    stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
-    by_program = stream.view(torch.uint8).view(programs, layout.size * element)
-    scales = []
-
-    def cut(name: str, matrix: Tensor) -> Tensor:
-        """Cut a matrix into the pieces of each program: [programs, ...]."""
-        if name in PROJECTIONS:
-            split = stored.split[name]
-            grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
-            return cut_parts(grouped, split, chunks["layer"], programs)
-        if name == "mlp":
-            return cut_chunks(assign_rows(matrix, programs), chunks["mlp"])
-        return cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"])
-
-    for name in matrices:
-        parts = []
-        for matrix in matrices[name]:
-            matrix = matrix.to(cfg.dtype)
-            if cfg.has_fp8:
-                matrix, scale = quantize_rows(matrix)
-                # The kernel halves the inputs of down (`gated_mlp`).
-                scale = scale * 2 if name == "down" else scale
-                scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
-            parts.append(cut(name, matrix))
-        if parts:
-            # gate and up go side by side within each chunk, so that one piece of the stream serves both.
-            packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
-            packed = packed.reshape(programs, -1).view(torch.uint8)
-            first = getattr(layout.offsets, name) * element
-            by_program[:, first : first + packed.shape[1]] = packed
-        elif cfg.has_fp8:
-            scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
+    stream, scales = _pack_stream(head, cfg, stored, order)
     biased = {
         "fc": cfg.has_fc_bias,
-        **dict.fromkeys(projections, cfg.has_qkv_bias),
+        **dict.fromkeys(_QKV, cfg.has_qkv_bias),
         "self_attn.o_proj": cfg.has_o_bias,
         **dict.fromkeys((f"mlp.{name}_proj" for name in ("gate", "up", "down")), cfg.has_mlp_bias),
     }
     biases = [w[f"{name}.bias"].to(cfg.dtype) for name, has_bias in biased.items() if has_bias]
     return PackedHead(
         stream=stream,
-        scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
-        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True).contiguous(),
+        scales=scales,
+        row_ids=assign_rows(head.draft_to_target[order].int(), stored.num_programs, True).contiguous(),
         embedding=head.embedding.to(cfg.dtype),
         norms={
             "in": w.get("input_layernorm.weight", empty),
@@ -181,6 +140,55 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
     )
 
 
+def _pack_stream(head: HeadWeights, cfg: DrafterConfig, stored: StoredLayout, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `PackedHead`'s ``stream`` and ``scales``."""
+    w, programs = head.tensors, stored.num_programs
+    matrices = {
+        "fc": [w["fc.weight"]] if cfg.has_fc else [],
+        "qkv": [torch.cat([w[f"{name}.weight"] for name in _QKV])],
+        "o": [w["self_attn.o_proj.weight"]],
+        "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
+        "down": [w["mlp.down_proj.weight"]],
+        "head": [head.lm_head[order]],
+    }
+    layout = StreamLayout.of(cfg, stored, head.draft_vocab)
+    element = cfg.weight_dtype.itemsize
+    stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=head.device)
+    by_program = stream.view(torch.uint8).view(programs, layout.size * element)
+    scales = []
+    for name in matrices:
+        pieces = []
+        for matrix in matrices[name]:
+            matrix = matrix.to(cfg.dtype)
+            if cfg.has_fp8:
+                matrix, scale = quantize_rows(matrix)
+                # The kernel halves the inputs of down (`gated_mlp`).
+                scale = scale * 2 if name == "down" else scale
+                scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
+            pieces.append(_cut(name, matrix, stored, layout).view(torch.uint8))
+        if pieces:
+            # gate and up go side by side within each chunk, so that one piece of the stream serves both.
+            packed = torch.cat(pieces, dim=2) if name == "mlp" else pieces[0]
+            packed = packed.reshape(programs, -1)
+            first = getattr(layout.offsets, name) * element
+            by_program[:, first : first + packed.shape[1]] = packed
+        elif cfg.has_fp8:
+            scales.append(torch.zeros(programs, getattr(layout.rows, name), device=head.device))
+    return stream, torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=head.device)
+
+
+def _cut(name: str, matrix: Tensor, stored: StoredLayout, layout: StreamLayout) -> Tensor:
+    """Cut a matrix into the pieces of each program: [programs, ...]."""
+    programs, chunks = stored.num_programs, stored.chunks
+    if name in PROJECTIONS:
+        split = stored.split[name]
+        grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
+        return cut_splits(grouped, split, chunks["layer"], programs)
+    if name == "mlp":
+        return cut_chunks(assign_rows(matrix, programs), chunks["mlp"])
+    return cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"])
+
+
 def bias_layout(cfg: DrafterConfig) -> BiasLayout:
     """Return where each bias begins in `PackedHead.biases`; a missing one takes no room."""
     sizes = {
@@ -194,8 +202,9 @@ def bias_layout(cfg: DrafterConfig) -> BiasLayout:
     return BiasLayout(**dict(zip(sizes, starts, strict=False)))
 
 
+@explain_fields
 @dataclass(frozen=True)
-class Weights(NamedFields):
+class Weights:
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
     Raises `UsageError` for the packed weights of another head.
@@ -259,7 +268,7 @@ class SharedPacking:
         return self._weights
 
     def serves(self, head: HeadWeights) -> bool:
-        """Whether ``head`` is this one with all or the first of its LM-head rows."""
+        """Tell if ``head`` is this one with all or the first of its LM-head rows."""
         mine, ids = self.head, head.draft_to_target
         shared = (head.tensors is mine.tensors, head.embedding is mine.embedding, head.rotary is mine.rotary)
         if not all(shared) or len(ids) > mine.draft_vocab or ids.device != mine.device:

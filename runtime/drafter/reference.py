@@ -33,7 +33,6 @@ from ..target.kernels.attention import masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
 from .dimensions import DrafterConfig
-from .follow import JoinedVocab
 from .rope import apply_rotary
 from .weights import HeadWeights
 
@@ -52,10 +51,7 @@ def draft_ref(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buf
         return
     slots = bufs.active_slots[:count].long()
     fixed = replace(head, rotary=head.rotary.for_length(cfg.num_tokens))
-    cache, follow, tails = (bufs.keys, bufs.values), head.follow, bufs.tails
-    ranks = [] if follow is None or tails is None else [tails.read_slot(slot) for slot in slots.tolist()]
-    joined = None if follow is None or not any(ranks) else JoinedVocab.of(head.draft_to_target, ranks, follow)
-    draft = ReferenceDraft(fixed, cfg.tree, slots, bufs.prefix[slots].long(), cache, joined)
+    draft = ReferenceDraft(fixed, cfg.tree, slots, bufs.prefix[slots].long(), (bufs.keys, bufs.values))
     num_new = bufs.num_new[slots].long()
     new = int(num_new.max())
     tree = draft.run(features[slots, :new], bufs.new_tokens[slots, :new].long(), num_new)
@@ -67,7 +63,7 @@ class ReferenceDraft:
     """One draft of some sequences: the head's layer over their keys and values.
 
     ``slots`` int64 [active]: their places in ``cache``, keys and values [slots, kv_heads, positions, head_dim];
-    ``lengths`` int64 [active]: cached pairs; ``joined``: what joined their draft vocabulary.
+    ``lengths`` int64 [active]: cached pairs.
     """
 
     def __init__(
@@ -77,9 +73,8 @@ class ReferenceDraft:
         slots: Tensor,
         lengths: Tensor,
         cache: tuple[Tensor, Tensor],
-        joined: JoinedVocab | None = None,
     ) -> None:
-        self.head, self.tree, self.slots, self.lengths, self.joined = head, tree, slots, lengths, joined
+        self.head, self.tree, self.slots, self.lengths = head, tree, slots, lengths
         self.keys, self.values = cache
         self.activation = ACT2FN[head.activation]
         self.are_first = slots.tolist() == list(range(len(slots)))
@@ -101,8 +96,8 @@ class ReferenceDraft:
 
         frontier = torch.arange(top_k, device=tokens.device).expand(active, top_k)
         hidden = self.carry(output).expand(-1, top_k, -1)
-        own = torch.eye(top_k, dtype=torch.bool, device=tokens.device).expand(active, top_k, top_k)
-        ancestors = own  # [active, top_k, drafted so far]: what each frontier node attends to, itself included
+        itself = torch.eye(top_k, dtype=torch.bool, device=tokens.device).expand(active, top_k, top_k)
+        ancestors = itself  # [active, top_k, drafted so far]: what each frontier node attends to, itself included
         for _ in range(self.tree.depth):
             level_frontiers.append(frontier)
             output = self.level(hidden, tokens, ancestors)
@@ -117,7 +112,7 @@ class ReferenceDraft:
             tokens = children.gather(1, frontier)
             hidden = self.carry(output).gather(1, parent[..., None].expand_as(output))
             ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
-            ancestors = torch.cat((ancestors, own), 2)
+            ancestors = torch.cat((ancestors, itself), 2)
 
         candidates = join_levels(level_tokens, level_scores, level_frontiers, top_k)
         return build_tree(roots, candidates, self.tree)
@@ -203,17 +198,13 @@ class ReferenceDraft:
         return self._norm(output, self.head.tensors["norm.weight"]) if is_normed else output
 
     def logits(self, output: Tensor) -> Tensor:
-        """Compute logits over the draft vocabulary, without rows that joined: float32 [..., draft_vocab]."""
+        """Compute logits over the draft vocabulary: float32 [..., draft_vocab]."""
         return F.linear(self.final(output), self.head.lm_head).float()
 
     def _rank(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Rank each node's children: log-probabilities fp32 and target ids int64, both [active, nodes, top_k]."""
-        logits = self.logits(output)
-        if self.joined is None:
-            log_probs, rows = rank_children(logits, self.tree.top_k)
-            return log_probs, self.head.draft_to_target[rows]
-        log_probs, columns = rank_children(self.joined.logits(logits, self.final(output)), self.tree.top_k)
-        return log_probs, self.joined.ids.gather(1, columns.flatten(1)).view_as(columns)
+        log_probs, rows = rank_children(self.logits(output), self.tree.top_k)
+        return log_probs, self.head.draft_to_target[rows]
 
     def _heads(self, inputs: Tensor, projection: str, heads: int) -> Tensor:
         """Project to [active, heads, nodes, head_dim], each head of q and k through its norm where there is one."""

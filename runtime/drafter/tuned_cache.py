@@ -90,12 +90,12 @@ class TunedCache:
         Those that are not are `choose_launch`'s. Records the configuration where ``EAGLE_SLIM_SHAPES`` is set. Raises
         `DrafterError` where that file cannot be written, and with ``EAGLE_SLIM_STRICT`` for what is not tuned.
         """
-        own, key = self.layout(cfg, chip), cache_key(cfg, chip)
-        found = self.launches.get(key) if layout in (None, own) else None
-        _record(cfg, chip, found is not None, 0)
+        stored, key = self.layout(cfg, chip), cache_key(cfg, chip)
+        tuned = self.launches.get(key) if layout in (None, stored) else None
+        _record(cfg, chip, tuned is not None, 0)
         _record_launches_at_exit()
-        if found is not None:
-            return found, True
+        if tuned is not None:
+            return tuned, True
         if is_strict():
             raise DrafterError(
                 f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Record "
@@ -103,7 +103,7 @@ class TunedCache:
                 "eagle_slim.runtime.tune --from-shapes FILE on this GPU."
             )
         logger.info("No tuned launch parameters of the drafter for %s: derived ones are used.", key)
-        return choose_launch(cfg, chip, own if layout is None else layout), False
+        return choose_launch(cfg, chip, stored if layout is None else layout), False
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
         """Keep parameters over `layout`, and it, in memory; `save` writes them."""
@@ -149,15 +149,15 @@ def open_tuned_cache() -> TunedCache:
 
 @cache
 def _read_once(path: Path) -> TunedCache:
-    found = TunedCache(path)
+    opened = TunedCache(path)
     logger.info(
         "Launch parameters: %d drafts of %d heads are tuned, for %s, in %s.",
-        len(found.launches),
-        len(found.layouts),
-        ", ".join(sorted({key.split("/")[0] for key in found.launches})) or "no GPU",
+        len(opened.launches),
+        len(opened.layouts),
+        ", ".join(sorted({key.split("/")[0] for key in opened.launches})) or "no GPU",
         path,
     )
-    return found
+    return opened
 
 
 def _layout_of(key: str) -> str:
@@ -175,7 +175,7 @@ def read_shapes(path: Path) -> Counter[tuple[str, DrafterConfig]]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: shapes cannot be read ({error}).") from error
-    found: Counter[tuple[str, DrafterConfig]] = Counter()
+    launched: Counter[tuple[str, DrafterConfig]] = Counter()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -183,13 +183,15 @@ def read_shapes(path: Path) -> Counter[tuple[str, DrafterConfig]]:
             values = json.loads(line)
             chip, _, launches = (values.pop(name) for name in ("chip", "tuned", "launches"))
             types = {name: getattr(torch, values.pop(name)) for name in ("dtype", "weight_dtype")}
-            found[chip, DrafterConfig(**values, **types)] += launches
+            # Written by versions in which ids of the prompt could join a draft vocabulary.
+            values.pop("tail_rows", None)
+            launched[chip, DrafterConfig(**values, **types)] += launches
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error}). Expected a "
                 "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
             ) from error
-    return found
+    return launched
 
 
 def record_launches() -> None:

@@ -6,29 +6,25 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from eagle_slim.convert.heads.check import layer_shapes
-from eagle_slim.convert.heads.config import sliding_window
 from eagle_slim.convert.heads.open import DraftHead
-from eagle_slim.convert.rows.lm_head import rows_of_ids
+from eagle_slim.convert.heads.window import sliding_window
+from eagle_slim.convert.targets.lm_head import rows_of_ids
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import HeadWarning, NamedFields, NothingToFollowError, UnsupportedModelError, UsageError, misfit
+from ..errors import HeadWarning, UnsupportedModelError, UsageError, explain_fields, misfit
 from ..target.wrapper import TargetModel
-from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
-# Half a unit in the last place of bfloat16, the coarsest type that rows are in.
-_ROUNDING = 2**-8
 
-
+@explain_fields
 @dataclass(frozen=True)
-class HeadWeights(NamedFields):
+class HeadWeights:
     """Weights and dimensions of a draft head; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
@@ -60,8 +56,6 @@ class HeadWeights(NamedFields):
     norm_output: bool = False
     sliding_window: int | None = None
     """A key is seen if query position - key position is below it; None for no window."""
-    follow: FollowRows | None = None
-    """Rows that may join ``lm_head`` for a sequence; None where the draft vocabulary stays as it is."""
 
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
@@ -78,11 +72,6 @@ class HeadWeights(NamedFields):
         for name, shape in self._shapes().items():
             if name not in self.tensors or self.tensors[name].shape != shape:
                 raise misfit(name, list(shape), getattr(self.tensors.get(name), "shape", None))
-        if self.follow is not None:
-            rows = self.follow.rows
-            if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
-                found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
-                raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by name of the tensors that this kind of head must have, and of the others that it has."""
@@ -137,11 +126,11 @@ class HeadWeights(NamedFields):
         return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
     @cached_property
-    def held_ids(self) -> bytes:
-        """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""
-        held = np.zeros(self.embedding.shape[0], dtype=np.uint8)
-        held[self.draft_to_target.cpu().numpy()] = 1
-        return held.tobytes()
+    def in_vocab(self) -> bytes:
+        """One byte for each target id, 1 where it is in the draft vocabulary. Waits for the device the first time."""
+        in_vocab = np.zeros(self.embedding.shape[0], dtype=np.uint8)
+        in_vocab[self.draft_to_target.cpu().numpy()] = 1
+        return in_vocab.tobytes()
 
     @property
     def device(self) -> torch.device:
@@ -164,9 +153,9 @@ def choose_draft_ids(
     Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
-    own = available if rank_order is None else np.sort(rank_order)
+    head_ids = available if rank_order is None else np.sort(rank_order)
     if draft_vocab is None:
-        return own
+        return head_ids
     if not isinstance(draft_vocab, int) or isinstance(draft_vocab, bool):
         ids = getattr(draft_vocab, "ascending_ids", None)
         if ids is None:
@@ -174,9 +163,9 @@ def choose_draft_ids(
         ids = np.asarray(ids, dtype=np.int64)
         check_available(ids, available)
         return ids
-    count = len(own)
+    count = len(head_ids)
     if draft_vocab == count:
-        return own
+        return head_ids
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
         trained = len(available)
@@ -210,9 +199,11 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
     """
     config, dtype, device = head.config, target.dtype, target.device
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
-    own = {"embed_tokens.weight", "lm_head.weight"}
+    apart = {"embed_tokens.weight", "lm_head.weight"}
     tensors = {
-        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype) for name in head.tensors if name not in own
+        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
+        for name in head.tensors
+        if name not in apart
     }
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
@@ -252,11 +243,12 @@ def _choose_embedding(head: DraftHead, target: TargetModel) -> Tensor:
     shared = target.embedding.detach()
     if "embed_tokens.weight" not in head.tensors:
         return shared
-    own = head.tensors.get("embed_tokens.weight").to(shared.device)
-    common = min(len(own), len(shared))
-    if own.shape[1] == shared.shape[1] and torch.equal(own[:common], shared[:common].to(own.dtype)):
+    embedding = head.tensors.get("embed_tokens.weight").to(shared.device)
+    common = min(len(embedding), len(shared))
+    same_width = embedding.shape[1] == shared.shape[1]
+    if same_width and torch.equal(embedding[:common], shared[:common].to(embedding.dtype)):
         return shared
-    return own.to(target.device, target.dtype)
+    return embedding.to(target.device, target.dtype)
 
 
 def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
@@ -274,10 +266,10 @@ def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray
     """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden]."""
     if head.has_lm_head:
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(target.device, target.dtype)
-    return gather_target_rows(head, target, draft_ids)
+    return _gather_target_rows(head, target, draft_ids)
 
 
-def gather_target_rows(head: DraftHead, target: TargetModel, ids: NDArray[np.int64]) -> Tensor:
+def _gather_target_rows(head: DraftHead, target: TargetModel, ids: NDArray[np.int64]) -> Tensor:
     """Gather rows of the target's LM head: [ids, hidden]. Raises `UnsupportedModelError` where it is quantised."""
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
@@ -286,60 +278,3 @@ def gather_target_rows(head: DraftHead, target: TargetModel, ids: NDArray[np.int
         )
     rows = torch.from_numpy(ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(target.device, target.dtype)
-
-
-class JoinableRows(NamedTuple):
-    """All LM-head rows that a head can draft with, those of the draft vocabulary among them."""
-
-    rows: Tensor
-    """[rows, hidden]; where they are the target's LM head in its own dtype and place, that tensor itself."""
-    row_of_id: Tensor
-    """int32 [target_vocab] on the same device: the row of each target id, -1 without one."""
-    rank_order: NDArray[np.int64] | None
-    """int64 [ranked]: target ids best first, as far as the manifest ranks them; None without one."""
-
-
-def load_joinable_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> JoinableRows:
-    """Load the rows that may join a draft vocabulary, in the target's type and place.
-
-    In order: the target's LM head where the head drafts with its rows; the head's own beyond the draft vocabulary.
-
-    ``draft_ids``: int64 [draft_vocab], ids of the draft vocabulary. Raises `NothingToFollowError` where there are no
-    rows but theirs; `UnsupportedModelError` where the rows are the target's, and quantised there.
-    """
-    manifest = head.manifest
-    ranks = None if manifest is None else manifest.ranks
-    rank_order = None if ranks is None else ranks.target_ids
-    if not head.has_lm_head or _has_rows_of(head, target):
-        every = np.arange(target.lm_head.shape[0], dtype=np.int64)
-        rows = target.lm_head.detach()
-        if rows.dtype != target.dtype or rows.device != target.device:
-            rows = gather_target_rows(head, target, every)
-        return JoinableRows(rows, _places(every, len(every), target.device), rank_order)
-    if head.draft_vocab <= len(draft_ids):
-        raise NothingToFollowError(
-            f"{head.location} holds the {len(draft_ids):,} rows that are drafted over and no others, so none can join "
-            "while a text is followed. Give a smaller draft_vocab, or convert with a larger --draft-vocab first."
-        )
-    ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
-    rows = gather_lm_head_rows(head, target, ids)
-    return JoinableRows(rows, _places(ids, head.target_vocab, target.device), rank_order)
-
-
-def _has_rows_of(head: DraftHead, target: TargetModel) -> bool:
-    """Whether an artifact's rows were taken from the LM head of this target: by its manifest, and by their values."""
-    manifest = head.manifest
-    taken = manifest is not None and manifest.lm_head is not None and manifest.lm_head["from"] == "target"
-    if not taken or head.draft_ids_to_target is None or not target.lm_head.is_floating_point():
-        return False
-    own = head.tensors.get("lm_head.weight").float()
-    ids = torch.from_numpy(head.draft_ids_to_target).to(target.lm_head.device)
-    theirs = target.lm_head.detach()[ids].to("cpu", torch.float32)
-    # A target may be loaded in another type than its files have.
-    return torch.allclose(own, theirs, rtol=_ROUNDING, atol=_ROUNDING * float(own.abs().max()))
-
-
-def _places(ids: NDArray[np.int64], target_vocab: int, device: torch.device) -> Tensor:
-    row_of_id = torch.full((target_vocab,), -1, dtype=torch.int32)
-    row_of_id[torch.from_numpy(ids)] = torch.arange(len(ids), dtype=torch.int32)
-    return row_of_id.to(device)

@@ -6,20 +6,18 @@ Nothing here grows with the draft vocabulary times the nodes.
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS
 from .dimensions import DrafterConfig
-from .follow import UNIT_ROWS, Tails
-from .kernels.ancestor_attention import AttentionShape, heads_per_attention_unit
+from .kernels.ancestor_attention import DraftAttentionShape, heads_per_attention_unit
 from .kernels.frontier import MAX_DEPTH
 from .kernels.grid_barrier import STATE_WORDS
-from .kernels.lm_topk import HeadTiles, len_lists, places
+from .kernels.lm_topk import len_lists, list_size
 from .kernels.selection import LOWEST_KEY
-from .kernels.weight_stream import Tile
 from .launch_params import LaunchParams, block_rows, group_rows, num_groups, padded_slots
 
 
@@ -38,7 +36,7 @@ class Buffer:
 BUFFERS = (
     Buffer("x", "operand", ("operand values",), "inputs of the products, one after the other: `OperandLayout`"),
     Buffer("x_raw", "model", ("raw rows", "hidden"), "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
-    Buffer("partial", "fp32", ("part rows", "rows"), "partial sums of a projection: `projections.Parts`"),
+    Buffer("partial", "fp32", ("part rows", "rows"), "partial sums of a projection: `projections.PartialSums`"),
     Buffer(
         "hidden", "fp32", ("slot rows", "hidden"), "residual that enters the layer: features, then each level's output"
     ),
@@ -51,12 +49,12 @@ BUFFERS = (
     Buffer("best_sum", "fp32", ("programs", "rows"), "sum of exp(logit - largest)"),
     Buffer("score", "fp32", ("slots", "candidates"), "cumulative log-probability of each candidate"),
     Buffer("frontier_score", "fp32", ("slot rows",), "of each node of the level"),
-    Buffer("part_stat", "fp32", ("2", "attention rows"), "running maximum and sum of each part"),
-    Buffer("part_acc", "fp32", ("attention rows", "head block"), "weighted sum of values"),
+    Buffer("split_stat", "fp32", ("2", "attention rows"), "running maximum and sum of each split"),
+    Buffer("split_acc", "fp32", ("attention rows", "head block"), "weighted sum of values"),
     Buffer("factor", "fp32", ("input rows",), "RMSNorm factor, or divisor, of each embedding and feature"),
-    Buffer("best_key", "int64", ("lists", "rows", "places"), "best rows of the LM head: `lm_topk.Lists`"),
-    Buffer("child_key", "int64", ("slot rows", "places"), "children of each node of the level, as keys"),
-    Buffer("owner", "int32", ("programs", "places"), "programs with the best lists; each its own"),
+    Buffer("best_key", "int64", ("lists", "rows", "list"), "best rows of the LM head: `lm_topk.Lists`"),
+    Buffer("child_key", "int64", ("slot rows", "list"), "children of each node of the level, as keys"),
+    Buffer("owner", "int32", ("programs", "list"), "programs with the best lists; each its own"),
     Buffer("token", "int32", ("slots", "candidates"), "target id of each candidate"),
     Buffer("parent", "int32", ("slots", "candidates"), "candidate that it is a child of"),
     Buffer("node_of", "int32", ("slots", "candidates"), "node of each chosen candidate"),
@@ -74,7 +72,7 @@ Workspace = namedtuple("Workspace", [buffer.name for buffer in BUFFERS])  # type
 
 @dataclass(frozen=True)
 class OperandLayout:
-    """Where the inputs of the products begin in one tensor, in stored elements."""
+    """Offsets of the products' inputs in one tensor, in stored elements."""
 
     inputs: int
     """Embeddings, then features."""
@@ -122,9 +120,9 @@ def input_rows(cfg: DrafterConfig) -> int:
     return padded_slots(cfg) * (cfg.embed_rows + MAX_NEW_TOKENS)
 
 
-def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
+def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> DraftAttentionShape:
     """Return the shape of a configuration's attention units."""
-    return AttentionShape(
+    return DraftAttentionShape(
         cfg.num_heads,
         cfg.num_kv_heads,
         cfg.head_dim,
@@ -152,7 +150,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
         "rows": block_rows(cfg),
         "programs": programs,
         "lists": len_lists(programs),
-        "places": places(cfg.top_k),
+        "list": list_size(cfg.top_k),
         "candidates": cfg.tree.num_candidates,
         "nodes": cfg.total_tokens,
         "chain": MAX_DEPTH,
@@ -182,38 +180,3 @@ def _fresh(shape: list[int], dtype: torch.dtype, device: torch.device | str) -> 
         return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
     fill = {torch.int32: 0, torch.int64: LOWEST_KEY.value}.get(dtype, float("nan"))
     return torch.full(shape, fill, dtype=dtype, device=device)
-
-
-_MOST_ROWS = 64
-"""Rows of a product of a unit: what the matrix units of sm_90 multiply at a time."""
-
-
-def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
-    """Return the tiles of one unit, which take no more shared memory than the base's LM head.
-
-    Units are stored in the layout's chunks, so drafters of other trees and tiles read the same ones.
-    """
-    tile = params.tiles["head"]
-    block_n = min(_MOST_ROWS, tile.block_n)
-    return HeadTiles(
-        stored=UNIT_ROWS,
-        owned=UNIT_ROWS,
-        hidden=cfg.hidden,
-        chunk=params.layout.chunks["head"],
-        scaled=cfg.has_fp8,
-        several=True,
-        tile=Tile(block_n, tile.block_k, tile.stages),
-    )
-
-
-def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails:
-    """Allocate empty tails, with rows for the kernel unless ``params`` is None."""
-    slots, width = cfg.num_slots, cfg.tail_rows
-    tails = Tails.allocate(slots, width, device)
-    if params is None:
-        return tails
-    tiles = tail_tiles(cfg, params)
-    shape = (slots, width // UNIT_ROWS, cfg.hidden // tiles.chunk, UNIT_ROWS, tiles.chunk)
-    scales = torch.ones((slots, width) if tiles.scaled else (1, 1), dtype=torch.float32, device=device)
-    rows = torch.zeros(shape, dtype=cfg.weight_dtype, device=device)
-    return replace(tails, rows=rows, scales=scales, loaded=torch.full_like(tails.ranks, -1))

@@ -21,7 +21,7 @@ from ..drafter.launch import prefill_drafter
 from ..errors import DrafterError, UsageError
 from ..ops import current, side_stream
 from ..settings import TreeConfig
-from ..step.decoder import GraphPool
+from ..step.graphs import GraphPool
 from ..tree import DraftTree
 from .reading import kind_of, tree_of
 from .rebind import rebind, restore

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.taps import default_taps
 from torch import Tensor, nn
 
 from ..errors import UsageError

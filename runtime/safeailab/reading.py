@@ -22,7 +22,7 @@ _LAYER = ("topK_genrate", "reset_kv", "embed_tokens", "fc", "depth", "top_k", "t
 
 
 def is_ea_model(model: object) -> bool:
-    """Whether an object looks like SafeAILab's `EaModel`."""
+    """Tell if an object looks like SafeAILab's `EaModel`."""
     layer = getattr(model, "ea_layer", None)
     return hasattr(model, "base_model") and hasattr(layer, "topK_genrate")
 

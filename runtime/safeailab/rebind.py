@@ -37,5 +37,5 @@ def restore(target: object) -> None:
 
 
 def is_rebound(target: object) -> bool:
-    """Whether `rebind` was done and not undone."""
+    """Tell if `rebind` was done and not undone."""
     return hasattr(type(target), _OWN)

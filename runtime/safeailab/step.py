@@ -30,9 +30,10 @@ from ..drafter.drafter import reset_barrier, timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
-from ..step.kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, SlotState, commit_features, commit_kv, walk
+from ..step.kernels.acceptance import commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
+from ..step.kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, SlotState
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch, on_buffers

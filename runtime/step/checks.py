@@ -17,7 +17,7 @@ from ..errors import CheckError
 from ..target.cache import ForwardBuffers
 from ..target.kernels.tree_rows import ForwardRows
 from ..tree import Trees
-from .kernels.acceptance import SlotState
+from .kernels.slot_state import SlotState
 
 
 class Checks:
@@ -52,12 +52,12 @@ class Checks:
 
     def check_verify(self, rows: ForwardRows, bufs: ForwardBuffers, trees: Trees) -> None:
         """Check the rows of a forward over trees, and that its results are numbers."""
-        attention, (places, nodes) = rows.attention, (rows.places, rows.nodes)
+        attention, (batch, nodes) = rows.attention, (rows.places, rows.nodes)
         slots, node = attention.slots.long(), torch.arange(nodes, device=attention.slots.device)
         at, unused = slots.clamp(min=0), (node >= attention.counts[:, None])[..., None]
         first, depths, parent = attention.lengths[at][:, None], trees.positions[at], trees.parents[at].clamp(min=0)
-        positions, kv_rows, mask = rows.positions.view(places, -1), rows.kv_rows.view(places, -1), attention.tree_mask()
-        features, logits = bufs.features.reshape(places, nodes, -1), bufs.logits.view(places, nodes, -1)
+        positions, kv_rows, mask = rows.positions.view(batch, -1), rows.kv_rows.view(batch, -1), attention.tree_mask()
+        features, logits = bufs.features.reshape(batch, nodes, -1), bufs.logits.view(batch, nodes, -1)
         # Some models leave ids out by a logit of -inf.
         are_numbers, skip = (logits == logits) & (logits < torch.inf), unused[..., 0]
         self._require(
@@ -71,7 +71,7 @@ class Checks:
         )
 
     def check_accept(self, choices: Tensor, trees: Trees) -> None:
-        """Check accepted paths against the choices int32 [places, nodes] and the trees."""
+        """Check accepted paths against the choices int32 [batch, nodes] and the trees."""
         state = self._state
         accepted, path = state.record[:-1, 0], state.path.long()
         # A plain step adds its token behind those that the drafter has not taken.
@@ -94,16 +94,16 @@ class Checks:
     def _require(self, phase: str, slots: Tensor, *rules: Any) -> None:
         """Keep the first fault of ``rules``, and let no slot run any more if there is one.
 
-        A rule: the value's name, the expected value in words, ``found`` [n, ...], a mask of where it is right, names of
-        all axes but the first. ``slots`` [n]: the slot of each row, -1 for rows that are not checked.
+        A rule: the value's name, the expected value in words, ``values`` [n, ...], a mask of the right ones, names
+        of all axes but the first. ``slots`` [n]: the slot of each row, -1 for rows that are not checked.
         """
-        for what, expected, found, holds, *labels in rules:
-            rule = (phase, what, expected, tuple(found.shape[1:]), tuple(labels))
+        for what, expected, values, holds, *labels in rules:
+            rule = (phase, what, expected, tuple(values.shape[1:]), tuple(labels))
             if rule not in self._rules:
                 self._rules.append(rule)
             wrong = ~holds.reshape(len(slots), -1) & (slots >= 0)[:, None]
             first = wrong.flatten().to(torch.uint8).argmax(0, keepdim=True)
-            slot, value = slots[first // wrong.shape[1]], found.reshape(-1)[first]
+            slot, value = slots[first // wrong.shape[1]], values.reshape(-1)[first]
             number = torch.full_like(first, self._rules.index(rule) + 1)
             fault = torch.cat([each.double() for each in (number, slot, first % wrong.shape[1], value)])
             self.fault.copy_(torch.where(wrong.any() & (self.fault[0] == 0), fault, self.fault))

@@ -5,18 +5,16 @@ A prompt that continues a finished sequence reuses the rows that its slot still 
 step began. Of the next prompt, "a b c d e f X", all that the slot holds and the prompt begins with is reused, token by
 token; an edited history shares less, and an unrelated prompt nothing::
 
-    held     a b c d e f g          prompt   a b c d e f X
+    kept     a b c d e f g          prompt   a b c d e f X
     rows     a b c d e f            reused   a b c d e          run   f X
 
-The last shared token is run again: its feature pairs with the token after it, and its new keys and values are compared
-with those that the slot held (`hold_row`).
+The last shared token is run again, as its feature pairs with the token after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -28,14 +26,15 @@ from ..ops import current, ranges_wanted
 from ..settings import PartialVerification, TreeConfig
 from ..target.cache import KVCache, Target
 from ..target.wrapper import TargetModel
-from .decoder import BUCKETS, Decoder, GraphPool, WarmUp, bucket_of, recall
+from .decoder import Decoder
+from .graphs import BUCKETS, GraphPool, WarmUp, bucket_of, buckets_up_to, recall
 from .kernels.choice_kernels import ChoiceRules
-from .run_ahead import PartialDecoder
+from .partial import partial_decoder
 from .shapes import Acceptance, Costs, ShapeChooser, shapes_for
 
 Result = TypeVar("Result")
-MOST_DECODERS = 12
-"""Most decoders that are kept: those used last."""
+MAX_DECODERS = 12
+"""Decoders that are kept: those used last."""
 
 
 def capacity_for(rows: int) -> int:
@@ -56,9 +55,9 @@ class KeptRows:
 
     def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
         """Count the first tokens of a prompt that need not be run: shared ones that have a row, but for the last."""
-        most = min(len(self.tokens) - 1, len(prompt))
-        common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), most)
-        shared = min(most, common) - 1
+        longest = min(len(self.tokens) - 1, len(prompt))
+        common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), longest)
+        shared = min(longest, common) - 1
         return max(0, min(shared, self.num_pairs) if is_drafted else shared)
 
     def cut(self, prompt: Sequence[int], shared: int) -> KeptRows:
@@ -67,7 +66,7 @@ class KeptRows:
 
 
 class Decoders:
-    """Builds `Decoder`s and keeps `MOST_DECODERS` of them with their graphs, as long as the cache is large enough.
+    """Builds `Decoder`s and keeps `MAX_DECODERS` of them with their graphs, as long as the cache is large enough.
 
     The drafter's tree is the largest of their trees.
     """
@@ -80,7 +79,7 @@ class Decoders:
         layers = target.runs.layer_shapes
         token_bytes = target.dtype.itemsize * sum(each.kv_heads * (each.key_dim + each.value_dim) for each in layers)
         self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, token_bytes)
-        """What steps that choose their shape have learned of the head, and of this device."""
+        """Acceptance of the head and times of this device, learned by steps that choose their shape."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""
@@ -152,25 +151,25 @@ class Decoders:
     @property
     def graph_bytes(self) -> int:
         """Device memory of all decoders' graphs."""
-        return sum(decoder.graph_bytes for decoder in self._decoders.values())
+        return sum(decoder.graphs.size_bytes for decoder in self._decoders.values())
 
     def forget(self) -> None:
         """Reuse no rows of finished sequences."""
         self.kept = [KeptRows()] * len(self.kept)
 
     def get(
-        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, ahead: PartialVerification | None = None
+        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, partial: PartialVerification | None = None
     ) -> Decoder:
         """Return a decoder for that many sequences side by side, `max_slots` at most, of up to ``max_tokens`` each.
 
-        ``tree``: the largest of its steps; None decodes plainly. ``ahead``: how steps run ahead, if they do. The model
-        must be held. A cache that has to grow takes all decoders with it: their graphs hold its addresses.
+        ``tree``: the largest of its steps; None decodes plainly. ``partial``: as in `Plan`. The model must be held. A
+        cache that has to grow takes all decoders with it: their graphs hold its addresses.
         """
-        shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
+        shapes = [self.tree] if partial is None else [self.tree, partial.chain]
         # Each number of slots has graphs of its own: few sizes shall occur.
         num_slots = bucket_of(num_sequences) if self.has_graphs else num_sequences
         nodes = max(max(shape.total_tokens, shape.path_width) for shape in shapes)
-        # A spare row takes what a captured forward writes for places without a token.
+        # A spare row takes what a captured forward writes for rows without a token.
         cache, needed = self._cache, max_tokens + nodes + 1
         if cache is None or cache.num_slots < num_slots or cache.capacity < needed:
             slots = num_slots if cache is None else max(num_slots, cache.num_slots)
@@ -183,34 +182,38 @@ class Decoders:
             self.target.reserve_positions(capacity + max(shape.new_tokens_width for shape in shapes))
             # Set last: a cache means that setup finished.
             self._cache = cache
-        build = partial(self._build, cache.first(num_slots), tree, ahead, cache)
-        return recall(self._decoders, (num_slots, tree, ahead), MOST_DECODERS, build)
+
+        def build() -> Decoder:
+            return self._build(cache, num_slots, tree, partial)
+
+        return recall(self._decoders, (num_slots, tree, partial), MAX_DECODERS, build)
 
     def _build(
-        self, slots: KVCache, tree: TreeConfig | None, ahead: PartialVerification | None, whole: KVCache
+        self, whole: KVCache, num_slots: int, tree: TreeConfig | None, partial: PartialVerification | None
     ) -> Decoder:
-        """Build a decoder over ``slots``, the first of the ``whole`` cache."""
-        waits = self.eager_reason is not None
+        """Build a decoder over the first slots of the ``whole`` cache."""
+        waits, cache = self.eager_reason is not None, whole.first(num_slots)
         if tree is None:
-            return Decoder(self.target, slots, None, waits, self._pool)
+            return Decoder.of_drafter(self.target, cache, None, waits, self._pool)
         if self._draft_cache is None:
             # The largest trees' need the most rows.
             self._draft_cache = self.drafter.allocate_cache(whole.num_slots, whole.capacity)
         drafter = self.drafter.like(self.drafter.weights, tree)
-        buffered = drafter.on_slots(slots.num_slots, whole.capacity, self._draft_cache)
-        if ahead is None:
-            return Decoder(self.target, slots, buffered, waits, self._pool)
-        return PartialDecoder(self.target, slots, buffered, ahead, waits, self._pool)
+        buffered = drafter.on_slots(num_slots, whole.capacity, self._draft_cache)
+        if partial is None:
+            return Decoder.of_drafter(self.target, cache, buffered, waits, self._pool)
+        return partial_decoder(self.target, cache, buffered, partial, waits, self._pool)
 
     def _time_shapes(
         self, decoder: Decoder, num_slots: int, length: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules
     ) -> None:
         """Time a step of each shape over made-up sequences of ``length`` tokens, for each bucket of them."""
-        for places in BUCKETS[: BUCKETS.index(bucket_of(num_slots)) + 1]:
-            decoder.fill_(min(places, num_slots), length)
-            for tree in shapes_for(places, trees):
-                ms = decoder.time_step(min(places, num_slots), rules, tree)
-                self.costs.add(tree, decoder.places_for(min(places, num_slots)), length, ms)
+        for bucket in buckets_up_to(num_slots):
+            num_active = min(bucket, num_slots)
+            decoder.fill_(num_active, length)
+            for tree in shapes_for(bucket, trees):
+                ms = decoder.time_step(num_active, rules, tree)
+                self.costs.add(tree, decoder.batch_for(num_active), length, ms)
         decoder.clear_()
         # They were written over what the slots held.
         self.forget()
@@ -222,20 +225,21 @@ class Decoders:
         max_tokens: int,
         trees: Sequence[TreeConfig | None],
         rules: ChoiceRules,
-        ahead: PartialVerification | None = None,
+        partial: PartialVerification | None = None,
     ) -> WarmUp:
         """Compile and capture for calls of up to that many sequences and tokens. The model must be held.
 
-        ``trees``: the shapes that steps may have.
+        ``trees``: the shapes that steps may have; with ``partial`` they have that of its chains.
         """
         with current(self.target.device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
-            decoder = self.get(num_slots, max_tokens, trees[0] if len(trees) == 1 else self.tree, ahead)
+            decoder = self.get(num_slots, max_tokens, trees[0] if len(trees) == 1 else self.tree, partial)
             decoder.clear_()
-            found = decoder.warm_up(rules, num_slots, trees)
+            trees = trees if partial is None else [decoder.tree]
+            warm_up = decoder.warm_up(rules, num_slots, trees)
             if len(trees) > 1 and decoder.has_graphs:
                 self._time_shapes(decoder, num_slots, max_tokens // 2, trees, rules)
-        return replace(found, cache_bytes=self.cache_bytes)
+        return replace(warm_up, cache_bytes=self.cache_bytes)
 
 
 def match_slots(
@@ -245,13 +249,13 @@ def match_slots(
 
     There must be as many free slots as prompts, or more.
     """
-    found: dict[int, tuple[int, int]] = {}
+    matches: dict[int, tuple[int, int]] = {}
     shared = {
-        (place, slot): kept[slot].num_shared(prompt, is_drafted)
-        for place, prompt in enumerate(prompts)
+        (index, slot): kept[slot].num_shared(prompt, is_drafted)
+        for index, prompt in enumerate(prompts)
         for slot in free
     }
-    for place, slot in sorted(shared, key=lambda pair: (-shared[pair], *pair)):
-        if place not in found and all(slot != taken for taken, _ in found.values()):
-            found[place] = (slot, shared[place, slot])
-    return [found[place] for place in range(len(prompts))]
+    for index, slot in sorted(shared, key=lambda pair: (-shared[pair], *pair)):
+        if index not in matches and all(slot != taken for taken, _ in matches.values()):
+            matches[index] = (slot, shared[index, slot])
+    return [matches[index] for index in range(len(prompts))]

@@ -22,10 +22,9 @@ from ..drafter.drafter import timed_out
 from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
-from .decoder import hold_row
 from .decoders import Decoders, KeptRows, match_slots
-from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
+from .kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .plan import Plan
 from .shapes import ShapeChooser
 
@@ -53,7 +52,7 @@ class GenerationLoop:
         self.rules = plan.rules.rules
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, Request] = {}
-        self.flying: deque[_Record] = deque()
+        self.in_flight: deque[_Record] = deque()
         self._last: _Record | None = None
         """The record read last."""
         self.active_sequences = Counter[int]()
@@ -75,7 +74,7 @@ class GenerationLoop:
             self.num_slots = min(len(self.waiting), self.plan.max_slots, decoders.max_slots or len(self.waiting))
             longest = max(state.max_tokens for state in self.waiting)
             tree = self.plan.tree if self.chooser is None else decoders.tree
-            self.decoder = decoders.get(self.num_slots, longest, tree, self.plan.ahead)
+            self.decoder = decoders.get(self.num_slots, longest, tree, self.plan.partial)
             try:
                 self._run()
             except BaseException:
@@ -98,11 +97,11 @@ class GenerationLoop:
     def _run(self) -> None:
         decoder, rules = self.decoder, self.plan.rules
         decoder.clear_()
-        self._upload(decoder.choice.numbers, rules.numbers, torch.float32)
+        self._upload(decoder.slots.choice.numbers, rules.numbers, torch.float32)
         if rules.suppressed is not None:
-            self._upload(decoder.choice.suppressed, rules.suppressed)
+            self._upload(decoder.slots.choice.suppressed, rules.suppressed)
         self.timer = PhaseTimer(decoder.target.device)
-        while self.waiting or self.running or self.flying:
+        while self.waiting or self.running or self.in_flight:
             self._fill_slots()
             if self.host is not None:
                 self._read_all_but(0)
@@ -112,7 +111,7 @@ class GenerationLoop:
             self._read_all_but(self.host is None and bool(self.running))
 
     def _read_all_but(self, count: int) -> None:
-        while len(self.flying) > count:
+        while len(self.in_flight) > count:
             self._read()
 
     def _fill_slots(self) -> None:
@@ -125,38 +124,24 @@ class GenerationLoop:
             self.running[slot], state.num_reused = state, shared
             with self.timer.phase("prefill"):
                 self._enter(slot, state)
-            self._keep_record(self.decoder.entering.record, {slot: state}, is_step=False)
+            self._keep_record(self.decoder.slots.entering.record, {slot: state}, is_step=False)
 
     def _enter(self, slot: int, state: Request) -> None:
         decoder, prompt, first = self.decoder, state.prompt_ids, state.num_reused
-        # Ends beyond those that the device has places for are found by the host, as stop strings are.
-        ends, places = sorted(state.eos_ids), decoder.state.eos_ids.shape[1]
-        eos = (ends + [-1] * places)[:places]
+        # Ends beyond those that the device has room for are found by the host, as stop strings are.
+        ends, room = sorted(state.eos_ids), decoder.state.eos_ids.shape[1]
+        eos = (ends + [-1] * room)[:room]
         self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, first)
-        self._upload(decoder.box.numbers, [slot, len(prompt), state.max_tokens - len(prompt), first, *eos])
-        self._upload(decoder.box.tokens[: len(prompt)], prompt)
+        self._upload(decoder.slots.box.numbers, [slot, len(prompt), state.max_tokens - len(prompt), first, *eos])
+        self._upload(decoder.slots.box.tokens[: len(prompt)], prompt)
         if state.keys is not None:
-            keys = state.keys[: decoder.choice.keys.shape[1]]
-            self._upload(decoder.choice.keys[slot, : len(keys)], keys, torch.int64)
+            keys = state.keys[: decoder.slots.choice.keys.shape[1]]
+            self._upload(decoder.slots.choice.keys[slot, : len(keys)], keys, torch.int64)
         if self.rules.has_penalty:
-            self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
+            self._upload(decoder.slots.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:
-            self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
-        if decoder.follow is not None and decoder.tails is not None:
-            decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        held = hold_row(decoder.cache, slot, first, self.decoders.model.has_exact_rows) if first > 0 else None
-        decoder.enter(len(prompt) - first, self.rules, self.host, held)
-
-    def _enter_again(self, record: _Record) -> None:
-        """Run prompts from their beginning, and forget all kept rows: the weights have changed since."""
-        self.decoders.forget()
-        for slot, state in record.sequences.items():
-            for later in self.flying:
-                later.sequences.pop(slot, None)
-            if self.running.get(slot) is state:
-                self.decoder.stop_slot(slot)
-                del self.running[slot]
-                self.waiting.appendleft(state)
+            self._upload(decoder.slots.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
+        decoder.enter(len(prompt) - first, self.rules, self.host)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
         """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
@@ -189,18 +174,18 @@ class GenerationLoop:
         if self.chooser is None:
             return tree
         for _ in self.plan.shapes:
-            places, context = self.decoder.places_for(len(self.running)), self._mean_context()
-            tree = self.chooser.next(places, context)
-            missing = [each for each in dict.fromkeys((tree, None)) if self.chooser.is_unmeasured(each, places)]
+            batch, context = self.decoder.batch_for(len(self.running)), self._mean_context()
+            tree = self.chooser.next(batch, context)
+            missing = [each for each in dict.fromkeys((tree, None)) if self.chooser.is_unmeasured(each, batch)]
             if not missing:
                 break
             self._read_all_but(0)
             if not self.running:
                 break
-            places = self.decoder.places_for(len(self.running))
+            batch = self.decoder.batch_for(len(self.running))
             for each in missing:
                 ms = self.decoder.time_step(len(self.running), self.rules, each)
-                self.chooser.time(each, places, context, ms)
+                self.chooser.time(each, batch, context, ms)
         return tree
 
     def _mean_context(self) -> float:
@@ -218,11 +203,11 @@ class GenerationLoop:
         if ready is not None:
             ready.record()
         context = 0.0 if self.chooser is None else self._mean_context()
-        pauses = self.decoder.num_pauses
-        self.flying.append(_Record(values, ready, sequences, is_step, tree, context, pauses))
+        pauses = self.decoder.graphs.num_pauses
+        self.in_flight.append(_Record(values, ready, sequences, is_step, tree, context, pauses))
 
     def _read(self) -> None:
-        record = self.flying.popleft()
+        record = self.in_flight.popleft()
         if record.ready is not None:
             record.ready.synchronize()
         rows = record.values.tolist()
@@ -232,9 +217,6 @@ class GenerationLoop:
             raise timed_out()
         if self.decoder.checks is not None:
             self.decoder.checks.raise_fault()
-        if not record.is_step and rows[-1][1]:
-            self._enter_again(record)
-            return
         if record.is_step and self.chooser is not None:
             self._learn(self.chooser, record, rows)
         self._last = record
@@ -286,5 +268,5 @@ class GenerationLoop:
             return
         # Nothing else ran between the ends of two steps of the same sequences.
         if before.is_step and before.num_pauses == record.num_pauses and before.sequences == record.sequences:
-            places = self.decoder.places_for(len(record.sequences))
-            chooser.time(record.tree, places, record.context, before.ready.elapsed_time(record.ready))
+            batch = self.decoder.batch_for(len(record.sequences))
+            chooser.time(record.tree, batch, record.context, before.ready.elapsed_time(record.ready))

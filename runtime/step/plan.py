@@ -1,4 +1,4 @@
-"""The plan of a call, decided before it begins: rules of its choices, trees, slots, and whether steps run ahead."""
+"""The plan of a call, decided before it begins: rules of its choices, trees, slots, and partial verification."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, SamplingConfig, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
-from .decoder import bucket_of
 from .decoders import Decoders
+from .graphs import bucket_of
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
 from .shapes import first_shape, shape_by_size, shapes_up_to
@@ -30,7 +30,7 @@ _BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
 
 @dataclass(frozen=True)
 class CallRules:
-    """How a call chooses tokens.
+    """Rules by which a call chooses tokens.
 
     On the device the kernels do all of it. On the host, ``host_reason`` saying why, ``Request.process`` applies the
     processors, and ``rules`` are without their stages.
@@ -88,7 +88,7 @@ class CallRules:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call runs."""
+    """Decisions on how one call runs."""
 
     rules: CallRules
     shapes: tuple[TreeConfig | None, ...]
@@ -101,10 +101,10 @@ class Plan:
     """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
     """Whether rows that slots hold of earlier calls are reused (`KeptRows`)."""
-    ahead: PartialVerification | None
-    """How steps run ahead (`run_ahead`), if they do."""
+    partial: PartialVerification | None
+    """Sizes of partial verification (`partial`); None where every pass is full."""
     full_reason: str
-    """Why every pass is full where running ahead was asked for."""
+    """Why every pass is full where partial verification was asked for."""
     is_exact: bool
     """Whether drafted tokens equal plain ones but for the target's rounding (`TargetModel.exactness`)."""
 
@@ -134,7 +134,7 @@ def plan_call(
     """Plan a call; options as in `SpeculativeModel.generate`.
 
     ``is_tree_sized``: whether trees are chosen (`shapes`), up to the drafter's, instead of being that. Raises
-    `UsageError` for options that contradict each other, `UnsupportedModelError` for a target that cannot run ahead.
+    `UsageError` for options that contradict each other, `UnsupportedModelError` for a target without partial passes.
     """
     max_slots = read_count("max_slots", max_slots, 1)
     for name, value in (("speculative", speculative), ("reuse_prefix", reuse_prefix), ("time_phases", time_phases)):
@@ -148,9 +148,9 @@ def plan_call(
         fixed_for = rules.host_reason or (partial_verification and "partial verification")
         shapes, reason = _choose_shapes(target, decoders, slots, fixed_for)
     tree = shapes[0]
-    ahead, full_reason = None, ""
+    partial, full_reason = None, ""
     if partial_verification is not None:
-        ahead, full_reason = _run_ahead(partial_verification, target, call.requests, rules, tree, context)
+        partial, full_reason = _choose_partial(partial_verification, target, call.requests, rules, tree, context)
     # Processors that are not ours may look at more than a row.
     is_ours = all(set(PENALTIES).issuperset(request.process.names) for request in call.requests if request.process)
     return Plan(
@@ -160,9 +160,9 @@ def plan_call(
         max_slots,
         time_phases or not decoders.has_graphs,
         reuse_prefix,
-        ahead,
+        partial,
         full_reason,
-        is_exact=is_ours and (ahead is None or ahead.mode == "exact"),
+        is_exact=is_ours and (partial is None or partial.mode == "exact"),
     )
 
 
@@ -183,8 +183,8 @@ def describe(
     rows = target.exactness or "rows are not exact"
     trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in Counter(steps).most_common())
     path = f"{how}; target {target.backend}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
-    if plan.ahead is not None or plan.full_reason:
-        path += f"; partial verification: {plan.full_reason or plan.ahead}"
+    if plan.partial is not None or plan.full_reason:
+        path += f"; partial verification: {plan.full_reason or plan.partial}"
     return path
 
 
@@ -214,10 +214,10 @@ def _choose_shapes(
     return (fixed,), f"by sizes alone: {fixed_for}"
 
 
-def _run_ahead(
+def _choose_partial(
     mode: str, target: TargetModel, requests: Sequence[Request], rules: CallRules, tree: TreeConfig | None, context: int
 ) -> tuple[PartialVerification | None, str]:
-    """Return how the steps of a call run ahead; or None, and why every pass is full."""
+    """Return the sizes of a call's partial verification; or None, and why every pass is full."""
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")

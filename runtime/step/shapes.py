@@ -1,6 +1,6 @@
 """Choose the draft tree of every step: the shape with the most expected tokens a second, by what is measured here.
 
-    tokens a second = sequences * expected tokens(shape) / step time(shape, places, context)
+    tokens a second = sequences * expected tokens(shape) / step time(shape, batch, context)
 
 `Costs` holds step times of this device, `Acceptance` how often drafted tokens were accepted, both kept by the model
 from call to call; a `ShapeChooser` is one call's. Where every row is exact the text does not depend on the shape, so
@@ -31,7 +31,7 @@ CHAIN, SHORT, LONG, LARGE = TreeConfig(1, 1, 3), TreeConfig(2, 4, 8), TreeConfig
 SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 """From plain decoding to the 60 nodes of EAGLE-3."""
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
 _FIRST_RATE = 0.5
 """Guess of p_1, which a few steps correct."""
@@ -67,7 +67,7 @@ class _Rate:
 
 
 class Acceptance:
-    """How often the best child at each level was accepted, and the gain of each shape; kept by a model."""
+    """Acceptance of the best child at each level, and the gain of each shape; kept by a model."""
 
     def __init__(self) -> None:
         self.levels: list[_Rate] = []
@@ -79,7 +79,7 @@ class Acceptance:
 
 
 class Costs:
-    """Step times of this device, ms, by shape, places (sequences that a step is launched for) and context.
+    """Step times of this device, ms, by shape, batch (sequences that a step is launched for) and context.
 
     A context that was not measured takes the time of the nearest that was, and for each token more the time to read its
     keys and values (``token_bytes``) as fast as a plain step reads the target's ``weight_bytes``.
@@ -90,33 +90,33 @@ class Costs:
         self.times: dict[tuple[Shape, int], dict[int, tuple[float, float]]] = {}
         """For each octave of contexts: a mean context and a mean time."""
         self._fastest: dict[int, float] = {}
-        """Of plain steps, by places."""
+        """Of plain steps, by batch."""
 
-    def add(self, shape: Shape, places: int, context: float, ms: float) -> None:
+    def add(self, shape: Shape, batch: int, context: float, ms: float) -> None:
         """Take the time of a step, of ``context`` tokens in the mean of its sequences."""
-        octaves, octave = self.times.setdefault((shape, places), {}), math.frexp(context)[1]
+        octaves, octave = self.times.setdefault((shape, batch), {}), math.frexp(context)[1]
         mean, old = octaves.get(octave, (context, ms))
         # Another program, or a slow host, makes single steps long.
         octaves[octave] = (mean + 0.1 * (context - mean), old + 0.1 * (min(ms, 1.5 * old) - old))
         if shape is None:
-            self._fastest[places] = min(found for _, found in octaves.values())
+            self._fastest[batch] = min(time for _, time in octaves.values())
 
-    def get(self, shape: Shape, places: int, context: float) -> float | None:
-        """Return the time of a step; None before one was measured for as many places."""
-        octaves = self.times.get((shape, places))
+    def get(self, shape: Shape, batch: int, context: float) -> float | None:
+        """Return the time of a step; None before one was measured for a batch of this size."""
+        octaves = self.times.get((shape, batch))
         if octaves is None:
             return None
         octave = math.frexp(context)[1]
         at, ms = octaves.get(octave) or octaves[min(octaves, key=lambda other: abs(other - octave))]
-        each_token = places * self._token_bytes / self._weight_bytes * self._fastest.get(places, 0.0)
+        each_token = batch * self._token_bytes / self._weight_bytes * self._fastest.get(batch, 0.0)
         return max(0.5 * ms, ms + (context - at) * each_token)
 
-    def guess(self, shape: Shape, places: int, context: float) -> float:
-        """Return the time of a step, or guess it from the shapes measured for as many places, by levels."""
-        found = self.get(shape, places, context)
-        if found is not None:
-            return found
-        known = {other: self.get(other, places, context) for other, of in self.times if of == places}
+    def guess(self, shape: Shape, batch: int, context: float) -> float:
+        """Return the time of a step, or guess it from the shapes measured for a batch of this size, by levels."""
+        measured = self.get(shape, batch, context)
+        if measured is not None:
+            return measured
+        known = {other: self.get(other, batch, context) for other, of in self.times if of == batch}
         plain = known.get(None)
         drafted = {other: ms for other, ms in known.items() if other is not None and ms is not None}
         if plain is None or not drafted or shape is None:
@@ -139,13 +139,13 @@ class ShapeChooser:
         self.num_drafts = self.num_accepted = 0
         """Drafts of all sequences, and the tokens that the passes over them gave."""
 
-    def next(self, places: int, context: float) -> Shape:
-        """Choose the next step's shape, for ``places`` sequences of ``context`` tokens in the mean."""
+    def next(self, batch: int, context: float) -> Shape:
+        """Choose the next step's shape, for ``batch`` sequences of ``context`` tokens in the mean."""
         self._since += 1
-        if self._since <= _EVERY or self.is_unmeasured(self._taken, places):
+        if self._since <= _EVERY or self.is_unmeasured(self._taken, batch):
             return self._taken
         self._since, levels = 1, self._level_rates()
-        costs = {each: self._costs.guess(each, places, context) for each in shapes_for(places, self._shapes)}
+        costs = {each: self._costs.guess(each, batch, context) for each in shapes_for(batch, self._shapes)}
         # Expected tokens of a sequence a millisecond.
         rates = {each: self.expected(each, levels) / ms for each, ms in costs.items()}
         best = max(rates, key=rates.__getitem__)
@@ -168,15 +168,15 @@ class ShapeChooser:
         self._credit_ms -= loss
         return probe
 
-    def is_unmeasured(self, shape: Shape, places: int) -> bool:
-        """Whether no step of this shape was timed for as many places."""
-        return (shape, places) not in self._costs.times
+    def is_unmeasured(self, shape: Shape, batch: int) -> bool:
+        """Return whether no step of this shape was timed for a batch of this size."""
+        return (shape, batch) not in self._costs.times
 
-    def time(self, shape: Shape, places: int, context: float, ms: float) -> None:
+    def time(self, shape: Shape, batch: int, context: float, ms: float) -> None:
         """Take the time of a step; the first of a shape lets the next step choose anew."""
-        if self.is_unmeasured(shape, places):
+        if self.is_unmeasured(shape, batch):
             self._since = _EVERY
-        self._costs.add(shape, places, context, ms)
+        self._costs.add(shape, batch, context, ms)
 
     def expected(self, shape: Shape, levels: Sequence[float]) -> float:
         """Return the tokens of a pass that are expected, the target's own among them; ``levels``: p of each."""
@@ -244,17 +244,17 @@ def shapes_up_to(tree: TreeConfig) -> tuple[Shape, ...]:
     return (*within, tree)
 
 
-def shapes_for(places: int, shapes: Sequence[Shape]) -> list[Shape]:
+def shapes_for(batch: int, shapes: Sequence[Shape]) -> list[Shape]:
     """List those of the shapes that are not too large for as many sequences in a step."""
-    return [shape for shape in shapes if shape is None or shape.total_tokens * places <= MOST_ROWS]
+    return [shape for shape in shapes if shape is None or shape.total_tokens * batch <= MAX_ROWS]
 
 
-def first_shape(places: int, shapes: Sequence[Shape]) -> Shape:
+def first_shape(batch: int, shapes: Sequence[Shape]) -> Shape:
     """Return the shape to begin with before anything was measured: smaller the more sequences a step has."""
-    return _largest_within(LARGE if places <= 2 else LONG if places <= 8 else CHAIN, shapes)
+    return _largest_within(LARGE if batch <= 2 else LONG if batch <= 8 else CHAIN, shapes)
 
 
-def shape_by_size(is_gpu: bool, places: int, weight_bytes: int, draft_bytes: int, shapes: Sequence[Shape]) -> Shape:
+def shape_by_size(is_gpu: bool, batch: int, weight_bytes: int, draft_bytes: int, shapes: Sequence[Shape]) -> Shape:
     """Fix a call's shape from sizes alone, where the text may depend on it.
 
     ``weight_bytes``: of the target; ``draft_bytes``: that drafting one level reads. A level takes as long as its
@@ -264,7 +264,7 @@ def shape_by_size(is_gpu: bool, places: int, weight_bytes: int, draft_bytes: int
         return None
     if is_gpu and 12 * draft_bytes > weight_bytes:
         return _largest_within(CHAIN, shapes)
-    return first_shape(places, shapes) if is_gpu else _largest_within(LONG, shapes)
+    return first_shape(batch, shapes) if is_gpu else _largest_within(LONG, shapes)
 
 
 def _largest_within(wanted: TreeConfig, shapes: Sequence[Shape]) -> Shape:

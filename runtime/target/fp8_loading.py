@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from eagle_slim.convert.rows.checkpoint import Checkpoint, open_checkpoint
-from eagle_slim.convert.rows.dtypes import FLOATS
-from eagle_slim.convert.rows.paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
+from eagle_slim.convert.rows.files import FLOATS, TORCH_SUFFIXES, choose_weights, list_names, read_index
 from eagle_slim.convert.sources.source import target_files
 from eagle_slim.vocab_tools.hub import fetch
 from safetensors import safe_open

@@ -8,9 +8,9 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
+from eagle_slim.convert.artifact.files import MANIFEST_NAME
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
-from eagle_slim.convert.sources.target import is_missing_folder
+from eagle_slim.convert.targets.model import is_missing_folder
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.hub import HubError, find_snapshot, is_offline
 

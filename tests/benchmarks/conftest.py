@@ -11,11 +11,13 @@ import pytest
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from eagle_slim.runtime import SpeculativeModel
+    from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
     from support.tiny_models import write_pair
 
     target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    return SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=2, top_k=4, total_tokens=20)
+    return SpeculativeModel.from_pretrained(
+        open_target(target, target_backend="fused"), head, tree=TreeConfig(2, 4, 20)
+    )
 
 
 @pytest.fixture

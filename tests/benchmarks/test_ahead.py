@@ -14,14 +14,14 @@ REHEARSAL = """
 import json
 import triton
 from eagle_slim.runtime.drafter.kernels.compile_target import CompileTarget
-from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
+from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks, slot_state
 from triton.runtime.driver import driver
 from benchmarks.shared.ahead import Recorder, compile_in_forks
 
 gpu, found = CompileTarget(90), []
 gpu.launcher_cls = lambda *_: None
 driver.set_active(gpu)
-state = acceptance.SlotState.allocate(4, prompt_chunks.MAX_EOS, "cpu")
+state = slot_state.SlotState.allocate(4, prompt_chunks.MAX_EOS, "cpu")
 box, recorder = prompt_chunks.PromptBox.allocate(1024, "cpu"), Recorder(90)
 for _ in range(2):
     with recorder.recording():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import PartialVerification
 from support.programs import unknown_commits
 from support.raising import raises
 
@@ -103,6 +104,8 @@ def test_the_file_of_thresholds() -> None:
         (16384, 4, 4, 0, 1.0, 2.2),
         (128000, 1, 60, 64, 1.5, 3),
     ]
+    # Gates of partial verification run the number of blocks that calls take.
+    assert {gate["partial_blocks"] for gate in shipped["full"]} == {0, PartialVerification().num_blocks}
     micro = shipped["micro"]
     for device, reference in micro["references"].items():
         assert set(reference_of(shipped, device)) == set(micro["tolerances"])

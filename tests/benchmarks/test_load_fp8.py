@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime import loading
 from eagle_slim.runtime.drafter.tuning.problem import Dims
+from eagle_slim.runtime.opening import target_files
 
 from benchmarks import load_fp8
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("published", [False, True])
 def test_a_checkpoint_of_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: bool) -> None:
-    monkeypatch.setattr(loading, "lacks_fp8", lambda device: None)
+    monkeypatch.setattr(target_files, "lacks_fp8", lambda device: None)
     monkeypatch.setattr(load_fp8, "SHARD_BYTES", 40_000)
     config = load_fp8.config_of(Dims(64, 96, 4, 2, 16, 48), 3)
     row = load_fp8.measure(CPU, config, published, tmp_path)

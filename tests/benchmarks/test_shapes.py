@@ -16,7 +16,7 @@ from eagle_slim.runtime.settings import TreeConfig
 from benchmarks import shapes
 from benchmarks.shared import decoding
 from benchmarks.shared.decoding import RandomModel, run_steps
-from benchmarks.shared.drawn_verdicts import LEVELS
+from benchmarks.shared.drawn_verdicts import LEVELS, DrawnVerdicts
 
 
 def test_a_row_is_judged_by_its_medians() -> None:
@@ -59,7 +59,8 @@ def test_every_variant_of_drawn_verdicts_takes_its_law(
     found = shapes.DrawnVariants(random_model, 2, [None, shapes.TREES[0]], 3)
     tokens_per_s = found.measure("0.3", 1, 1000)
     assert list(tokens_per_s) == ["plain", "1,1,3", "chosen"]
-    assert torch.equal(found.decoder.drawn, shapes.draw_ranks(shapes.LAWS["0.3"]))
+    assert isinstance(found.decoder.steps.revise, DrawnVerdicts)
+    assert torch.equal(found.decoder.steps.revise.drawn, shapes.draw_ranks(shapes.LAWS["0.3"]))
 
 
 def test_rows_of_a_kind_share_their_models() -> None:

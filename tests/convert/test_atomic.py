@@ -60,7 +60,7 @@ def test_force_replaces_only_what_is_marked(tmp_path: Path) -> None:
     write(out, "new", force=True, marker="manifest.json")
     assert tree(out) == {"a": "new", "sub/b": "new"}
     with raises_with(OutputExistsError, "sub"):
-        check_output(out, force=True, own="a|manifest.json")
+        check_output(out, force=True, names="a|manifest.json")
     (tmp_path / "file").touch()
     with raises_with(OutputExistsError, "file"):
         write(tmp_path / "file", "new", force=True)

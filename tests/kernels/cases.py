@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.kernels.tail_rows import gather_rows_ref
 from eagle_slim.runtime.drafter.launch_params import Chip, LaunchParams, choose_launch
 from eagle_slim.runtime.drafter.packing import Weights, pack_head
 from eagle_slim.runtime.drafter.tuned_cache import always
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.replaying import FIELDS, run
-from support.drafting import problem, random_head, with_follow, with_options
+from support.drafting import problem, random_head, with_options
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     fp8: bool = False
     change: Callable[[LaunchParams], LaunchParams] = lambda params: params
-    texts: dict[int, range] = field(default_factory=dict)
-    """Ids that join the draft vocabulary of each slot, 37 of them at most."""
     smaller: tuple[int, int, int] | None = None
     """Tree to draft within the bound ``tree``."""
 
@@ -55,12 +52,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 CASES = {
     "groups of four": Case(8, (3, 4, 20), [5], [3], change=groups_of(fc=4, qkv=4, o=4, down=4)),
-    "alone, with tails": Case(
-        5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], texts={0: range(300), 3: range(100, 130)},
-        smaller=(1, 3, 9),
-    ),
-    "more new tokens than rows, with tails": Case(
-        4, (2, 3, 15), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4, 2], texts={0: range(300), 3: range(100, 130)},
+    "alone, a smaller tree": Case(5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], smaller=(1, 3, 9)),
+    "more new tokens than rows": Case(
+        4, (2, 3, 15), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4, 2],
         change=groups_of(fc=2, qkv=1, o=4, down=2),
     ),
     "eagle, more new tokens than rows": Case(
@@ -92,18 +86,12 @@ CASES = {
 def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     """Draft on poisoned memory, then compare with the replay and, in fp32, with the reference's tree."""
     head = with_options(random_head(dtype=dtype, **case.head), **case.options)
-    head = with_follow(head, 37) if case.texts else head
     weight_dtype = torch.float8_e4m3fn if case.fp8 else None
     tree = TreeConfig(*case.tree)
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)
     params = case.change(choose_launch(cfg, chip))
     weights = Weights(head, pack_head(head, cfg, always(params)))
     bufs = replace(bufs, params=params, workspace=allocate_workspace(cfg, params, bufs.keys.device))
-    for slot, text in case.texts.items():
-        assert head.follow is not None
-        assert bufs.tails is not None
-        bufs.tails.set_slot(slot, head.follow.tail_of(text), head.follow)
-        gather_rows_ref(head.follow, bufs.tails)
     if case.smaller is not None:
         bufs = bufs.of_tree(TreeConfig(*case.smaller))
     drafted = run(cfg, features, weights, bufs)

@@ -1,6 +1,6 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512] [--chains 16]
+    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--chains 16]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
 registers, spills, and those in the inner loops of products, where there may be none. Exit status 1 where operands of
@@ -23,8 +23,7 @@ from typing import Any
 import torch
 import triton
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
-from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
+from eagle_slim.runtime.drafter.kernels.ancestor_attention import DraftCache
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
 from eagle_slim.runtime.drafter.launch import compile_options, kernel_constants
@@ -82,10 +81,9 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
             norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
             norm_heads=model, draft_vocab="i32", stride_embedding="i32",
         ),
-        "cache": KVCache(model, model, "i32", "i32"),
+        "cache": DraftCache(model, model, "i32", "i32"),
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
-        **({"tails": TailRows(weight, "*fp32", "*i32", "*i32")} if cfg.tail_rows else {}),
     }  # fmt: skip
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
@@ -101,7 +99,6 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, Any], str]
         if kind.startswith("*") or name.startswith("stride")
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
-    constants |= {} if cfg.tail_rows else {"tails": None}
     by_index: dict[tuple[int, ...], Any] = {
         (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
     }
@@ -169,10 +166,9 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="FP8 weights")
     parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
     parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
-    parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
     parser.add_argument("--chains", type=int, default=0, help="so many chains of 7 instead of one tree")
     args = parser.parse_args()
-    cfg = replace(SMOLLM2 if args.small else LLAMA_8B, tail_rows=args.tail)
+    cfg = SMOLLM2 if args.small else LLAMA_8B
     if args.chains:
         cfg = replace(cfg, num_slots=args.chains, depth=6, top_k=1, total_tokens=8)
     if args.fp8:

@@ -13,17 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.follow import FollowRows, Tails
-from eagle_slim.runtime.drafter.kernels import pair_rows, tail_rows
+from eagle_slim.runtime.drafter.kernels import pair_rows
 from eagle_slim.runtime.drafter.launch_params import Chip
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
-from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
@@ -119,8 +117,7 @@ def run_all(compiler: Compiler) -> None:
         qkv[0],
         norms,
         1e-6,
-        table,
-        table,
+        (table, table),
         forward.positions,
         forward.attention.slots,
         forward.kv_rows,
@@ -155,9 +152,8 @@ def run_all(compiler: Compiler) -> None:
     acceptance.list_active(state)
     case = random_case(VOCAB, parents=[-1] + [0] * (NODES - 1), dtype=torch.bfloat16)
     for rules in (*RULES.values(), ALL_RULES):
-        case.choose(rules, part=2048)
+        case.choose(rules, tile=2048)
     mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
-    gather_tails(compiler)
     draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths, state.lengths)
     compiler.variant = "ranks"
     draw_paths(choices, trees, torch.ones(240, 16, dtype=torch.int32), state.lengths, state.lengths)
@@ -213,20 +209,6 @@ def multiply(compiler: Compiler, groups: int) -> None:
             compiler.variant += ", heads of 64"
             keys_64 = keys.view(SLOTS, KV_HEADS, -1, 64)
             products.qkv_product(normed, norm, weight(48 * 64, HIDDEN), None, None, heads, keys_64, keys_64, scratch)
-    compiler.variant = ""
-
-
-def gather_tails(compiler: Compiler) -> None:
-    """Gather the rows of tails of 512 places."""
-    rows, ids = torch.zeros(64, HIDDEN, dtype=torch.bfloat16), torch.arange(64)
-    follow = FollowRows(512, ids, ids.int(), rows, ids.int())
-    tails = Tails.allocate(SLOTS, 512, "cpu")
-    for variant, weights in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
-        compiler.variant = variant
-        if weights.itemsize == 2 or compiler.chip.capability >= 89:
-            places = torch.zeros(SLOTS, 32, HIDDEN // 64, 16, 64).to(weights)
-            scales, loaded = torch.ones(SLOTS, 512), torch.zeros_like(tails.ranks)
-            tail_rows.gather_rows(follow, replace(tails, rows=places, scales=scales, loaded=loaded))
     compiler.variant = ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import check_finished
-from eagle_slim.runtime.drafter.launch import Weights, launch_drafter, set_tail
+from eagle_slim.runtime.drafter.launch import Weights, launch_drafter
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
@@ -20,8 +20,8 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 )
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.tree import Candidates, DraftTree
-from support.drafting import nan_fill, problem, union_head
+from eagle_slim.runtime.tree import DraftTree
+from support.drafting import nan_fill, problem
 
 FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
 
@@ -54,11 +54,8 @@ def draft(
     active: list[int] | None = None,
     weight_dtype: torch.dtype | None = None,
     separate_taps: bool = False,
-    texts: dict[int, list[int]] | None = None,
 ) -> Drafted:
     cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype)
-    for slot, token_ids in (texts or {}).items():
-        set_tail(cfg, weights, bufs, slot, token_ids)
     taps = tuple(tap.contiguous() for tap in joined.chunk(3, -1)) if separate_taps else joined
     return run(cfg, taps, weights, bufs)
 
@@ -72,39 +69,9 @@ def run(
     check_finished(bufs)
     tree = tree_of(bufs)
     candidates = candidates_of(bufs)
-    if bufs.tails is None:
-        head = exact_head(weights.head, cfg)
-        agreement = replay(head, bufs.tree, step, candidates, tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
-    else:
-        agreement = replay_tails(cfg, weights.head, bufs, step, candidates, tree)
+    head = exact_head(weights.head, cfg)
+    agreement = replay(head, bufs.tree, step, candidates, tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
     return Drafted(cfg, features, weights, bufs, step, tree, agreement)
-
-
-def replay_tails(
-    cfg: DrafterConfig, head: HeadWeights, bufs: Buffers, step: Step, drafted: Candidates, result: DraftTree
-) -> Agreement:
-    """Replay a draft of the persistent kernel sequence by sequence, each over its base and its own tail."""
-    assert bufs.tails is not None
-    found = []
-    for place, slot in enumerate(step.active):
-        own = replay(
-            exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg),
-            bufs.tree,
-            replace(step, active=(slot,)),
-            Candidates(*(field[place : place + 1] for field in (drafted.tokens, drafted.scores, drafted.parents))),
-            result,
-            bufs.keys,
-            bufs.values,
-            atol=log_prob_atol(cfg),
-        )
-        found.append(replace(own, faults=tuple(f"slot {slot}: {fault}" for fault in own.faults)))
-    return Agreement(
-        max(one.max_error for one in found),
-        max(one.rms_error for one in found),
-        max(one.cache_error for one in found),
-        log_prob_atol(cfg),
-        tuple(f for one in found for f in one.faults),
-    )
 
 
 def assert_agrees(drafted: Drafted) -> None:

@@ -172,16 +172,16 @@ def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
-    ("vocab", "part", "capacity"),
+    ("vocab", "tile", "capacity"),
     [(33, 32, 8), pytest.param(1000, 512, 0, marks=SLOW), pytest.param(1025, 512, 100, marks=SLOW)],
 )
-def test_kernels_equal_the_twin(vocab: int, part: int, capacity: int, name: str, device: str) -> None:
+def test_kernels_equal_the_twin(vocab: int, tile: int, capacity: int, name: str, device: str) -> None:
     """Whether the searches list what is left at once, late, or never."""
     dtypes = {33: torch.float32, 1000: torch.bfloat16, 1025: torch.float16}
     case = random_case(vocab, parents=[-1, 0, 0, 1], dtype=dtypes[vocab], device=device)
     case.logits[:6] = extreme_rows(vocab)
     case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
-    assert torch.equal(case.choose(RULES[name], part, capacity), case.choose_ref(RULES[name]))
+    assert torch.equal(case.choose(RULES[name], tile, capacity), case.choose_ref(RULES[name]))
 
 
 @SLOW
@@ -249,12 +249,12 @@ def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> No
 @pytest.mark.parametrize("name", ["greedy", "sampled", "everything"])
 @pytest.mark.parametrize("value", ["nan", pytest.param("inf", marks=SLOW), pytest.param("-inf", marks=SLOW)])
 def test_a_row_without_a_distribution_has_no_token(value: str, name: str, device: str) -> None:
-    """One NaN or infinite score among others, in the last part; or no token left."""
+    """One NaN or infinite score among others, in the last tile; or no token left."""
     case = random_case(100, parents=[-1, 0], device=device)
     case.set_numbers(top_k=9, top_p=0.9, min_p=0.01)
     case.logits[3, 99 if value != "-inf" else slice(None)] = float(value)
     case.state.suppressed.zero_()
-    choices = case.choose(RULES[name], part=32)
+    choices = case.choose(RULES[name], tile=32)
     assert int(choices.flatten()[3]) == (ALL_BARRED.value if value == "-inf" else NO_NUMBER.value)
     assert torch.equal(choices, case.choose_ref(RULES[name]))
     assert int((choices < 0).sum()) == 1
@@ -293,9 +293,9 @@ def test_kernels_equal_the_twin_at_real_vocabularies(vocab: int, rules: ChoiceRu
     for numbers in ((0.7, 20, 0.9, 0.01, 1.1, 4), (1.5, 50000, 0.5, 1e-4, 2.0, 0), (0.05, 3, 0.999, 0.3, 0.5, 9)):
         case.set_numbers(*numbers)
         wanted = case.choose_ref(rules)
-        assert torch.equal(case.choose(rules, part=4096), wanted)
+        assert torch.equal(case.choose(rules, tile=4096), wanted)
         if rules.has_top_k or rules.has_top_p:
-            assert torch.equal(case.choose(rules, part=1024, capacity=0), wanted)
+            assert torch.equal(case.choose(rules, tile=1024, capacity=0), wanted)
 
 
 @pytest.mark.gpu

@@ -277,7 +277,7 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
     prompts = random_prompts([5, 2])
     outputs = {}
     for name in ("reference", "triton"):
-        model = SpeculativeModel.from_pretrained(target, folder, depth=2, top_k=3, total_tokens=12, drafter=name)
+        model = SpeculativeModel.from_pretrained(target, folder, tree=TreeConfig(2, 3, 12), drafter=name)
         outputs[name] = model.generate(prompts, max_new_tokens=5)
     assert outputs["triton"].token_ids == [plain_greedy(target, prompt, 5) for prompt in prompts]
     assert outputs["triton"].stats.accepted_lengths == outputs["reference"].stats.accepted_lengths

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.drafter import packing
 from eagle_slim.runtime.drafter.buffers import BLANK
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter, bound_of
-from eagle_slim.runtime.drafter.launch import launch_drafter, set_tail
+from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.drafting import problem, random_head, with_follow
+from support.drafting import problem, random_head
 from support.raising import raises
 from support.tiny_models import VOCAB, tiny_target, write_head
 
@@ -41,7 +41,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
     ranked = DraftVocab(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)).numpy(), 1, VOCAB)
-    loaded = SpeculativeModel.from_pretrained(target, head, draft_vocab=ranked, target_backend="fused")
+    loaded = SpeculativeModel.from_pretrained(open_target(target, target_backend="fused"), head, draft_vocab=ranked)
     ids = loaded.drafter.weights.draft_to_target.numpy()
     assert loaded.opened is not None
     order = torch.from_numpy(loaded.opened.rank_rows(ids, ranked))
@@ -50,11 +50,11 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
 
     def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
         decoder = model._decoders.get(slots, tokens, model.drafter.tree)
-        assert decoder.drafter is not None
-        assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
-        packed = decoder.drafter.weights.packed
+        assert decoder.drafts.drafter is not None
+        assert decoder.drafts.drafter.cfg.draft_vocab == model.draft_vocab
+        packed = decoder.drafts.drafter.weights.packed
         assert packed is not None
-        assert not packed.launches(decoder.drafter.cfg)[1]
+        assert not packed.launches(decoder.drafts.drafter.cfg)[1]
 
     for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
         allocate(model, slots, tokens)
@@ -89,7 +89,7 @@ def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: str) -> None:
     """Smaller trees of one kernel, and chains of another: each drafts what a drafter of that tree alone does."""
-    head = with_follow(random_head(device=device), 20)
+    head = random_head(device=device)
     wide = Drafter(head, bound_of([TreeConfig(1, 3, 12), TreeConfig(2, 3, 8)]), backend).on_slots(2, 30)
     assert wide.tree == TreeConfig(2, 3, 12)
     chains = wide.of_bound(TreeConfig(4, 1, 6))
@@ -97,12 +97,10 @@ def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: st
     wide.features.normal_(generator=torch.Generator(device).manual_seed(1))
     step = ([1, 0], [[3, 5], [7]], [0, 0])
     wide.bufs.set_step(*step)
-    set_tail(wide.cfg, wide.weights, wide.bufs, 0, range(0, 300, 5))
     for drafter in (wide.of_tree(TreeConfig(1, 3, 7)), chains.of_tree(TreeConfig(2, 1, 4)), chains, wide):
         own = Drafter(head, drafter.tree, backend).on_slots(2, 30)
         own.features.copy_(wide.features)
         own.bufs.set_step(*step)
-        set_tail(own.cfg, own.weights, own.bufs, 0, range(0, 300, 5))
         for each in (drafter, own):
             each.draft()
         for name in BLANK:

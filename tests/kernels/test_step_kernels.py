@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from eagle_slim.runtime.drafter.kernels import pair_rows
-from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
-from eagle_slim.runtime.step.kernels.acceptance import SlotState
+from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks, slot_state
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.target.kernels import tree_rows
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import DraftTree, Trees, layout_tree
@@ -71,7 +71,7 @@ def test_rotate_append(
     for run in (pair_rows.rotate_append, pair_rows.rotate_append_ref):
         x, keys = qkv.clone(), torch.zeros(3, kv_heads, 10, head_dim, dtype=dtype, device=device)
         values = torch.zeros_like(keys)
-        run(x, bias, norms, 1e-6, angles.cos(), angles.sin(), positions, slots, kv_rows, keys, values)
+        run(x, bias, norms, 1e-6, (angles.cos(), angles.sin()), positions, slots, kv_rows, keys, values)
         results.append((x[:, : heads * head_dim], keys, values))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=OP_ATOL[dtype])
@@ -154,12 +154,12 @@ def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
 @pytest.mark.parametrize(
     ("eos", "most", "kept", "ended"),
     [
-        ([-1, -1], 100, 3, acceptance.RUNNING),
-        ([5, -1], 100, 2, acceptance.ENDED_BY_EOS),
-        ([8, 7], 100, 3, acceptance.ENDED_BY_EOS),
-        ([7, -1], 2, 2, acceptance.ENDED_BY_LENGTH),
-        ([-1, -1], 3, 3, acceptance.ENDED_BY_LENGTH),
-        ([5, -1], 2, 2, acceptance.ENDED_BY_EOS),
+        ([-1, -1], 100, 3, slot_state.RUNNING),
+        ([5, -1], 100, 2, slot_state.ENDED_BY_EOS),
+        ([8, 7], 100, 3, slot_state.ENDED_BY_EOS),
+        ([7, -1], 2, 2, slot_state.ENDED_BY_LENGTH),
+        ([-1, -1], 3, 3, slot_state.ENDED_BY_LENGTH),
+        ([5, -1], 2, 2, slot_state.ENDED_BY_EOS),
     ],
 )
 @pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
@@ -174,9 +174,9 @@ def test_ends_in_the_middle_of_a_path(
     choices = torch.tensor([[2, 0, 5, 0, 0, 7, 0]], dtype=torch.int32, device=device)
     walk(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, device)), 4, state)
     assert state.record[0, :3].tolist() == [3, kept, ended]
-    assert int(state.running[0]) == int(ended == acceptance.RUNNING)
+    assert int(state.running[0]) == int(ended == slot_state.RUNNING)
     assert int(state.num_generated[0]) == kept
-    if ended == acceptance.RUNNING:
+    if ended == slot_state.RUNNING:
         assert state.path[0, :4].tolist() == [0, 2, 5, -1]
         assert state.record[0, 3:7].tolist() == [2, 5, 7, -1]
         # Ranks: of the root, of B, which A precedes, and of E.

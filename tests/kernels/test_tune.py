@@ -54,7 +54,7 @@ def test_the_fastest_variant_is_chosen() -> None:
     first, tried = tune.trials_of(CFG, CHIP, derived.layout)
     assert first == derived
     assert len(tried) == len(trials) - 1
-    assert list(tune.trials_of(CFG, CHIP, derived.layout, most=2)[1]) == list(tried)[:2]
+    assert list(tune.trials_of(CFG, CHIP, derived.layout, num_variants=2)[1]) == list(tried)[:2]
 
 
 def test_noise_changes_nothing() -> None:
@@ -139,7 +139,9 @@ def test_the_command_tunes_once_unless_asked_again(
     monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
     for more, said in (([], "1 of 1 drafts tuned"), ([], "0 of 0 drafts tuned"), (["--again"], "1 of 1 drafts tuned")):
-        tune.main([*asked, *more])
+        with pytest.raises(SystemExit) as stopped:
+            tune.main([*asked, *more])
+        assert stopped.value.code == 0
         assert said in capsys.readouterr().out
     assert TunedCache(tuned).find(CFG, CHIP)[1]
     with pytest.raises(SystemExit) as stopped:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime.errors import TargetError
-from eagle_slim.runtime.loading import load_target, load_target_config, load_tokenizer_and_hash
+from eagle_slim.runtime.opening.target_files import load_target, load_target_config, load_tokenizer_and_hash
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import tiny_target

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.programs import skip_or_fail
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -33,10 +40,14 @@ def run(script: str, *args: str, folder: Path) -> str:
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a script of one process in this one, which has imported what takes long."""
 
-    def call(script: str, *args: str) -> str:
+    def call(script: str, *args: str, code: int = 0) -> str:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [script, *args])
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except SystemExit as stop:
+            if stop.code != code:
+                raise
         return capsys.readouterr().out
 
     return call
@@ -48,15 +59,6 @@ def test_generate(run_here: Callable[..., str]) -> None:
     assert "Paris" in out
     assert "drafted over 8192 tokens" in out
     assert "plain greedy decoding: True" in out
-
-
-@pytest.mark.slow
-def test_floors(run_here: Callable[..., str]) -> None:
-    out = run_here("floors.py", str(Path(__file__).parents[1] / "data" / "llama3-domain-counts.npz"))
-    assert re.search(r"german .* 93\.00% .* 73\.84% +85\.36% +93\.00% holds", out)
-    assert re.search(r"all sources .* 92\.86% .* 86\.89% +93\.12% ", out)
-    covered, bound = (float(number) for number in re.findall(r"(\d+\.\d+)% of (?:the|it)", out))
-    assert bound - 0.01 < covered <= bound
 
 
 @pytest.mark.slow
@@ -79,6 +81,74 @@ def test_accuracy_vs_speed(run_here: Callable[..., str], tmp_path: Path) -> None
     assert "plain decoding" in out
     page = (tmp_path / "compare.html").read_text(encoding="utf-8")
     assert "<!DOCTYPE html>" in page
+
+
+class ChatServer(BaseHTTPRequestHandler):
+    """A served model that answers with the prompt's words, backwards; the last word is ``changed``, if that is set."""
+
+    asked: list[dict[str, Any]]
+    keys: set[str | None]
+    changed = ""
+
+    def do_GET(self) -> None:
+        self.send({"object": "list", "data": [{"id": "served", "object": "model", "created": 0, "owned_by": "us"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        self.keys.add(self.headers["Authorization"])
+        words = body["messages"][0]["content"].split()[::-1]
+        message = {"role": "assistant", "content": " ".join([*words[:-1], self.changed or words[-1]])}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        self.send({"id": "1", "object": "chat.completion", "created": 0, "model": "served", "choices": [choice]})
+
+    def send(self, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def chat_server(**attributes: Any) -> Iterator[tuple[str, type[ChatServer]]]:
+    handler = type("Handler", (ChatServer,), {"asked": [], "keys": set(), **attributes})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", handler
+        http.shutdown()
+
+
+def test_same_text(run_here: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("openai") is None:
+        skip_or_fail("needs openai: pip install openai")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["one two", "later"]}\n{"prompt": "three four five"}\n{"prompt": "never"}\n')
+    monkeypatch.setenv("EAGLE_KEY_2", "secret")
+    args = ("--prompts", str(prompts), "--limit", "2", "--max-tokens", "7")
+    with chat_server() as (url, plain), chat_server() as (same_url, same), chat_server(changed="zero") as (other, _):
+        assert run_here("same_text.py", url, f"{same_url}/v1/", *args) == "2 of 2 answers are equal\n"
+        assert same.asked == plain.asked
+        assert [body["messages"] for body in same.asked] == [
+            [{"role": "user", "content": prompt}] for prompt in ("one two", "three four five")
+        ]
+        assert {(body["model"], body["temperature"], body["max_tokens"]) for body in same.asked} == {("served", 0, 7)}
+        assert (plain.keys, same.keys) == ({"Bearer none"}, {"Bearer secret"})
+        assert run_here("same_text.py", url, other, *args, code=1).splitlines() == [
+            "0 of 2 answers are equal",
+            "the first that differs: prompt 0, from character 4 on",
+            f"  {url}: 'one'",
+            f"  {other}: 'zero'",
+        ]
+    with pytest.raises(SystemExit, match=f"{url}: APIConnectionError.*is one running there"):
+        run_here("same_text.py", url, other, *args)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(SystemExit, match="pip install openai"):
+        run_here("same_text.py", url, other)
 
 
 @NEEDS_UPSTREAM

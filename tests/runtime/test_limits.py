@@ -18,7 +18,7 @@ from support.tiny_models import plain_greedy, random_prompts, tiny_target, write
 from tokenizers.decoders import ByteFallback
 
 ignore_acceptance = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 25}
+TREE = {"tree": TreeConfig(3, 4, 25)}
 PROMPT = random_prompts([7])[0]
 
 
@@ -163,7 +163,7 @@ def test_a_context_without_room_and_text_without_a_tokenizer(tmp_path: Path) -> 
 def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:
     # The target chooses neither at any pass.
     head = write_head(tmp_path / "head", draft_ids=[4, 8])
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=1, top_k=1, total_tokens=3)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, tree=TreeConfig(1, 1, 3))
     with pytest.warns(AcceptanceWarning, match="tap layers"):
         output = model.generate(random_prompts([5, 6, 7]), max_new_tokens=40, ignore_eos=True)
     assert output.stats.mean_accepted_length < 1.05

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.convert.heads.open import open_head
-from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
+from eagle_slim.convert.heads.open import open_head as open_published_head
+from eagle_slim.runtime import (
+    PairingError,
+    SpeculativeModel,
+    TreeConfig,
+    UnsupportedModelError,
+    open_head,
+    open_target,
+    pair,
+)
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.target.wrapper import check_supported
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from support.changed_models import PeftStandIn
 from support.conversion import BY_ID, convert
 from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
-from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
+from support.tiny_models import HIDDEN, VOCAB, plain_greedy, tiny_target, write_head, write_pair
 
 TWO_NORMS = {
     "fc_norm": True,
@@ -41,7 +53,7 @@ TWO_NORMS = {
         (TWO_NORMS, {}, EagleSlimError, ("input_norm",)),
         ({}, {"drafter": "quick"}, EagleSlimError, ("drafter", "quick")),
         ({}, {"drafter": "triton"}, EagleSlimError, ("drafter", "cpu")),
-        ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, EagleSlimError, ("top_k", "5")),
+        ({"draft_ids": [3, 4, 9]}, {"tree": TreeConfig(1, 5, 8)}, EagleSlimError, ("top_k", "5")),
     ],
     ids=["hidden", "vocabulary", "activation", "two norms", "no such drafter", "no GPU", "top_k"],
 )
@@ -104,6 +116,71 @@ def test_other_kinds_of_models_are_refused_by_class(name: str) -> None:
     assert type(model).__name__ in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "named"),
+    [
+        ({"is_prompt_learning": True}, "prefix tuning"),
+        ({"peft_type": "PeftType.LORA", "alora_invocation_tokens": [3, 4]}, "activated LoRA"),
+        ({"peft_type": "PeftType.XLORA"}, "XLORA"),
+        ({"peft_type": "PeftType.LILY"}, "LILY"),
+        ({"peft_type": "PeftType.POLY"}, "POLY"),
+        ({"peft_type": "PeftType.LORA", "alora_invocation_tokens": None}, None),
+    ],
+    ids=str,
+)
+def test_adapters_that_look_at_the_prompt_are_refused_by_name(adapter: dict[str, Any], named: str | None) -> None:
+    model = PeftStandIn(tiny_target("llama"))
+    model.peft_config = {"default": SimpleNamespace(**adapter)}
+    with raises_with(UnsupportedModelError, named) if named else nullcontext():
+        check_supported(model)
+
+
+def test_an_adapter_that_is_not_active_is_no_reason(tmp_path: Path) -> None:
+    model = PeftStandIn(tiny_target("llama"))
+    activated = SimpleNamespace(peft_type="PeftType.LORA", alora_invocation_tokens=[3, 4])
+    model.peft_config = {"default": SimpleNamespace(peft_type="PeftType.LORA"), "second": activated}
+    model.active_adapters = ["default"]  # type: ignore[assignment]
+    check_supported(model)
+    model.active_adapters = ["second"]  # type: ignore[assignment]
+    with raises_with(UnsupportedModelError, "activated LoRA"):
+        check_supported(model)
+
+
+def test_a_generate_of_its_own_is_refused() -> None:
+    class Prefixed(transformers.LlamaForCausalLM):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            return super().generate(*args, **options)
+
+    model = Prefixed(tiny_target("llama").config)
+    with raises_with(UnsupportedModelError, "generate of its own", __name__):
+        check_supported(model)
+    check_supported(torch.compile(tiny_target("llama"), backend="eager"))
+
+
+@pytest.mark.parametrize("kinds", [["attention", "attention"], ["attention", "mamba"]], ids=str)
+def test_attention_layers_alone_are_no_recurrent_model(kinds: list[str], tmp_path: Path) -> None:
+    sizes = {
+        **SMALL,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
+    rope = {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GraniteMoeHybridConfig(**sizes, **rope, **mamba, **experts, layer_types=kinds * 3)
+    target = transformers.GraniteMoeHybridForCausalLM(config).eval()
+    if "mamba" in kinds:
+        with raises_with(UnsupportedModelError, "recurrent state"):
+            check_supported(target)
+        return
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(2, 3, 8))
+    prompts = [[3, 4, 5], [9, 8]]
+    expected = [plain_greedy(target, prompt, 8, None) for prompt in prompts]
+    assert model.generate(prompts, max_new_tokens=8, ignore_eos=True).token_ids == expected
+
+
 def test_a_target_spread_over_devices_is_refused() -> None:
     target = tiny_target("llama")
     target.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
@@ -127,6 +204,72 @@ def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str,
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
 
 
+def test_the_three_steps_of_from_pretrained(tmp_path: Path) -> None:
+    target, folder = tiny_target("llama"), write_head(tmp_path / "head")
+    head = open_head(folder, tap_layers=(0, 1, 2))
+    fused = open_target(target, target_backend="fused")
+    model = pair(fused, head, draft_vocab=VOCAB, tree=TreeConfig(2, 3, 8))
+    assert (model.target.backend.name, model.drafter.tree, model.is_tree_sized) == ("fused", TreeConfig(2, 3, 8), False)
+    assert model.target.tap_layers == (0, 1, 2)
+    again = SpeculativeModel.from_pretrained(fused, head)
+    assert (again.target.backend.name, again.is_tree_sized) == ("fused", True)
+    options = {"max_new_tokens": 9, "ignore_eos": True}
+    assert model.generate([[3, 4]], **options).token_ids == again.generate([[3, 4]], **options).token_ids
+
+
+def test_no_weights_are_loaded_before_a_pair_is_checked(tmp_path: Path) -> None:
+    tiny_target("llama").config.save_pretrained(tmp_path / "target")  # no weights beside it
+    opened = open_target(tmp_path / "target")
+    with raises_with(PairingError, "hidden size", "16", "32"):
+        pair(opened, open_head(write_head(tmp_path / "narrow", hidden=16)))
+    with raises(TargetError):
+        pair(opened, open_head(write_head(tmp_path / "head")))
+
+
+def test_what_belongs_to_an_opened_target_or_head_is_said_where_it_is_opened(tmp_path: Path) -> None:
+    written = write_head(tmp_path / "head")
+    target, head = open_target(tiny_target("llama")), open_head(written)
+    for option, value in (("dtype", "float32"), ("device", "cpu"), ("target_weights", "fp8"), ("revision", "main")):
+        with raises_with(UsageError, option, "open_target"):
+            SpeculativeModel.from_pretrained(target, head, **{option: value})
+    with raises_with(UsageError, "head_revision", "open_head"):
+        SpeculativeModel.from_pretrained(target, head, head_revision="main")
+    for wrong in ({"tap_layers": (0, 1, 2)}, {"d2t_form": "offset"}, {"revision": "main"}):
+        with raises_with(UsageError, "loaded already", *wrong):
+            open_head(head.head, **wrong)  # type: ignore[arg-type]
+    with raises(UsageError, option="d2t_form"):
+        open_head(written, d2t_form="absolut")  # type: ignore[arg-type]
+    with raises(UsageError, option="target_backend"):
+        open_target(tiny_target("llama"), target_backend="fusd")
+    for given in ((written, head), (target, written)):
+        with raises_with(UsageError, "what open_", "returns"):
+            pair(*given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "now"),
+    [
+        ("depth", "tree=TreeConfig("),
+        ("top_k", "tree=TreeConfig("),
+        ("total_tokens", "tree=TreeConfig("),
+        ("tap_layers", "open_head"),
+        ("d2t_form", "open_head"),
+        ("target_backend", "open_target"),
+        ("follow", "draft_vocab"),
+        ("torch_dtype", "Did you mean dtype?"),
+        ("use_triton_drafter", "docs/upstream.md"),
+    ],
+)
+def test_an_option_that_is_not_there_is_told_what_to_write(option: str, now: str) -> None:
+    with raises_with(UsageError, option, now):
+        SpeculativeModel.from_pretrained("no/such-target", **{option: 1})
+
+
+def test_from_pretrained_has_few_parameters() -> None:
+    assert len(inspect.signature(SpeculativeModel.from_pretrained).parameters) <= 14
+    assert len(inspect.signature(pair).parameters) <= 10
+
+
 def test_a_target_that_nobody_names_or_that_is_not_there(tmp_path: Path) -> None:
     for target in (None, tmp_path / "missing"):
         with raises(UsageError, option="arget"):
@@ -137,7 +280,7 @@ class TestDraftVocabulary:
     RANKED = np.array([7, 3, 20, 1, 11])
 
     def head(self, tmp_path: Path, **options: Any) -> Any:
-        return open_head(write_head(tmp_path, **options))
+        return open_published_head(write_head(tmp_path, **options))
 
     def test_any_prefix_of_the_ranks(self, tmp_path: Path) -> None:
         head = self.head(tmp_path, draft_ids=sorted(self.RANKED.tolist()))
@@ -168,7 +311,9 @@ class TestDraftVocabulary:
         folder = write_head(tmp_path, draft_ids=ids)
         vocab = DraftVocab(np.array([17, 4]), 0, VOCAB, {})
         with pytest.warns(UserWarning, match="ascending order"):
-            model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, draft_vocab=vocab, depth=1, top_k=2)
+            model = SpeculativeModel.from_pretrained(
+                tiny_target("llama"), folder, draft_vocab=vocab, tree=TreeConfig.of(1, 2)
+            )
         stored = load_file(folder / "model.safetensors")["lm_head.weight"]
         assert model.drafter.weights.draft_to_target.tolist() == [4, 17]
         assert torch.equal(model.drafter.weights.lm_head, stored[[ids.index(4), ids.index(17)]])
@@ -176,7 +321,9 @@ class TestDraftVocabulary:
     def test_rows_come_from_the_target_where_the_head_has_none(self, tmp_path: Path) -> None:
         target = tiny_target("llama")
         vocab = DraftVocab(np.array([20, 5, 6]), 0, VOCAB, {})
-        model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), draft_vocab=vocab, depth=1, top_k=2)
+        model = SpeculativeModel.from_pretrained(
+            target, write_head(tmp_path), draft_vocab=vocab, tree=TreeConfig.of(1, 2)
+        )
         assert torch.equal(model.drafter.weights.lm_head, target.lm_head.weight[[5, 6, 20]])
         assert model.draft_vocab == 3
         assert model.drafter.weights.hidden == HIDDEN

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.rope import rotary_embedding
@@ -85,17 +82,6 @@ def with_options(
     return replace(head, tensors=tensors, **fields)
 
 
-def with_follow(head: HeadWeights, most: int) -> HeadWeights:
-    """Give a head rows to follow with: of all ids but every seventh, the highest ids being the best ranked."""
-    generator = torch.Generator().manual_seed(5)
-    vocab = head.embedding.shape[0]
-    rows = (torch.randn(vocab, head.hidden, generator=generator) * 3.5 * head.hidden**-0.5).to(head.device, head.dtype)
-    row_of_id = torch.arange(vocab, dtype=torch.int32, device=head.device)
-    row_of_id[::7] = -1
-    ranks = np.arange(vocab)[::-1].copy()
-    return replace(head, follow=FollowRows.of(most, head.draft_to_target, rows, row_of_id, ranks))
-
-
 def problem(
     head: HeadWeights,
     tree: TreeConfig,
@@ -134,12 +120,3 @@ def nan_fill(bufs: Buffers) -> None:
     for name in ("draft_tokens", "parents", "tree_position_ids", "retrieve_indices", "num_leaves"):
         getattr(bufs, name).fill_(-2)
     bufs.tree_mask.fill_(True)
-
-
-def union_head(head: HeadWeights, tail: Sequence[int]) -> HeadWeights:
-    """The head of one sequence: rows that joined are among its own, by ascending target id."""
-    assert head.follow is not None, "there is nothing to follow with"
-    ids = torch.cat((head.draft_to_target, head.follow.ids[list(tail)]))
-    order = ids.argsort()
-    rows = torch.cat((head.lm_head, head.follow.rows_of(tail)))
-    return replace(head, lm_head=rows[order], draft_to_target=ids[order], follow=None)

@@ -2,12 +2,10 @@
 
 Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, to a second origin without
 authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated.
-Uploads go through create_repo, preupload and commit.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -37,7 +35,6 @@ class Repo:
     id: str
     kind: str
     gated: bool = False
-    private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
@@ -51,11 +48,6 @@ class Repo:
     def find(self, revision: str) -> str | None:
         return self.branches.get(revision) or (revision if revision in self.commits else None)
 
-    @property
-    def files(self) -> dict[str, bytes]:
-        """The files on main, for assertions about uploads."""
-        return self.commits[self.branches["main"]]
-
 
 @dataclass
 class Fault:
@@ -64,6 +56,11 @@ class Fault:
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
+    etag: other bytes come, under this ETag.
+    shift: the range begins so many bytes further on, and Content-Range says so.
+    as_whole: the range comes with status 200, as if it were all of the file.
+    total: of the file, as Content-Range names it.
+    times: so often; None for always.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -76,6 +73,11 @@ class Fault:
     break_after: int | None = None
     ignore_range: bool = False
     extra_bytes: int = 0
+    etag: str | None = None
+    shift: int = 0
+    as_whole: bool = False
+    total: int | None = None
+    times: int | None = None
     unanswered: bool = False
     silent: bool = False
     answer: Any = None
@@ -102,7 +104,7 @@ class HubServer:
     Attributes:
         endpoint: address of the Hub, for HF_ENDPOINT.
         cdn: address of the second origin, from which large files come.
-        tokens: token -> whether it may read what is gated; any token listed may write.
+        tokens: token -> whether it may read what is gated.
         requests: every request answered so far.
         leaked_tokens: tokens that were sent to `cdn`.
     """
@@ -159,7 +161,10 @@ class HubServer:
 
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
         matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
-        return next(matching, None)
+        found = next((fault for fault in matching if fault.times != 0), None)
+        if found is not None and found.times is not None:
+            found.times -= 1
+        return found
 
     def _add(
         self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
@@ -220,15 +225,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+    do_HEAD = do_GET  # noqa: N815
 
     @property
     def hub(self) -> HubServer:
         return self.server.hub
 
     def _answer(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self.body = self.rfile.read(length) if length else b""
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
         self.file: str | None = None
@@ -357,51 +360,15 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and not fault.ignore_range:
             start, status = int(asked[1]), 206
             end = min(len(content), int(asked[2]) + 1) if asked[2] else len(content)
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+            start, end = start + fault.shift, end + fault.shift
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{fault.total or len(content)}"
+        if fault.etag is not None:
+            content, headers["ETag"] = content[::-1], f'"{fault.etag}"'
+        if fault.as_whole:
+            status = 200
+            del headers["Content-Range"]
         body = content[start:end] + b"\0" * fault.extra_bytes
         self.send(status, body, headers, fault.break_after)
-
-    def _check_writer(self) -> None:
-        if self.token not in self.hub.tokens:
-            raise _RefusedError(401, "", "Invalid username or password.")
-
-    def create(self) -> None:
-        self._check_writer()
-        wanted = json.loads(self.body)
-        owner = wanted.get("organization") or "tester"
-        if owner != "tester":
-            raise _RefusedError(403, "", f"You don't have the rights to create a model under the namespace {owner}")
-        repo_id = f"{owner}/{wanted['name']}"
-        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        is_new = ("model", repo_id) not in self.hub.repos
-        if is_new:
-            self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
-            self.hub.repo(repo_id).commit({})
-        self.send(200 if is_new else 409, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
-
-    def preupload(self, kind: str, repo: str, revision: str) -> None:
-        self._check_writer()
-        files = json.loads(self.body)["files"]
-        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-        self.send(200, {"files": modes})
-
-    def commit(self, kind: str, repo: str, revision: str) -> None:
-        self._check_writer()
-        entry = self.hub.repos[kind, repo]
-        files = dict(entry.commits[entry.branches[revision]])
-        for line in self.body.splitlines():
-            item = json.loads(line)
-            value = item["value"]
-            if item["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif item["key"] == "deletedFile":
-                del files[value["path"]]
-        oid = entry.commit(files, revision)
-        url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
-        self.send(200, {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
-
-    def validate_yaml(self) -> None:
-        self.send(200, {"errors": [], "warnings": []})
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
@@ -413,10 +380,6 @@ _ROUTES = [
         (_API, _Handler.info),
         (_API + r"/revision/(?P<revision>[^/]+(?:/[^/]+)*)", _Handler.info),
         (_API + r"/tree/(?P<revision>[^/]+)(?P<path>/.*)?", _Handler.tree),
-        (_API + r"/preupload/(?P<revision>.+)", _Handler.preupload),
-        (_API + r"/commit/(?P<revision>.+)", _Handler.commit),
-        (r"/api/repos/create", _Handler.create),
-        (r"/api/validate-yaml", _Handler.validate_yaml),
         (r"/(?P<kinds>datasets/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
     )
 ]

@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from eagle_slim.vocab_tools.chats import ChatError, ChatRenderer, ChatTemplate, Piece, chat_spec, normalise_messages
+from eagle_slim.vocab_tools.chats import ChatRenderer, ChatTemplate, Piece, chat_spec
 from eagle_slim.vocab_tools.encoding import encode_tail, encoder_spec
 from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.messages import ChatError, normalise_messages
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,7 +100,7 @@ FORMS = {
         "{% endfor %}" + PROMPT, "<end>"),
     "a generation mark that ends behind a newline": (
         "{% for m in messages %}<user>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "<end>\n{% endgeneration %}{% else %}{{ m.content }}<end>\n{% endif %}{% endfor %}" + PROMPT, "<end>"),
+        "<end>\n{% endgeneration %}{% else %}{{ m.content }}<end>\n{% endif %}{% endfor %}" + PROMPT, "<end>\n"),
     "a system message that is its own block": (
         "{% if messages[0].role == 'system' %}{{ '# ' + messages[0].content }}{% set messages = messages[1:] %}"
         "{% endif %}" + CHATML, "<end>"),
@@ -224,14 +225,14 @@ def test_words_that_the_template_drops_are_counted_by_themselves() -> None:
     thought = "<think>thought</think>Paris"
     pieces = pieces_of(words(dropping), turn("Hi", thought, "and", "ok"))
     found = [(piece.text[piece.header_chars :], piece.is_apart) for piece in pieces]
-    assert found == [(thought, True), ("ok<end>", False)]
+    assert found == [("Paris<end>", False), ("<think>thought</think>", True), ("ok<end>", False)]
     # A template that knows neither reasoning nor tool calls.
     told = {"role": "assistant", "content": "Paris", "reasoning": "thought", "tool_calls": [call('{"city": "Paris"}')]}
     alone = pieces_of(words(CHATML), [*turn("Hi"), told])
-    expected = ["thought", "Paris", '{"name": "get", "arguments": {"city": "Paris"}}']
-    assert [piece.text for piece in alone] == expected
+    expected = ["Paris<end>", "thought", '{"name": "get", "arguments": {"city": "Paris"}}']
+    assert [piece.text[piece.header_chars :] for piece in alone] == expected
     # They are one message.
-    assert [piece.is_apart for piece in alone] == [True, False, False]
+    assert [piece.is_apart for piece in alone] == [False, True, False]
 
 
 REFUSING = {
@@ -255,12 +256,13 @@ def test_a_chat_that_the_template_refuses_is_counted_by_itself(refusal: str) -> 
 def test_a_users_words_are_never_the_assistants(question: str) -> None:
     # The two renderings differ from their first character on.
     unstable = "{{ messages | length }}" + CHATML
-    pieces = pieces_of(words(unstable), turn(question, "Paris", "and Germany?", "Berlin"))
-    assert [(piece.text, piece.is_apart) for piece in pieces] == [("Paris", True), ("Berlin", True)]
+    assert counted(words(unstable), turn(question, "Paris", "and Germany?", "Berlin")) == split(
+        "Paris<end>", "Berlin<end>"
+    )
     # The template repeats the question in the answer's turn, but not in the generation prompt.
     repeating = CHATML.replace("{{ m.content }}", "{{ messages[0].content if loop.index == 2 }} {{ m.content }}")
-    if len(question) >= 8:
-        assert [piece.is_apart for piece in pieces_of(words(repeating), turn(question, "Paris"))] == [True]
+    pieces = pieces_of(words(repeating), turn(question, "Paris"))
+    assert [(piece.text, piece.is_apart) for piece in pieces] == [("Paris", True)]
 
 
 def test_answers_may_quote_and_users_may_write_what_templates_write() -> None:

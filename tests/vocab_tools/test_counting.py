@@ -273,10 +273,10 @@ def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path: P
         return np.bincount(found, minlength=smollm2().vocab_size).tolist()
 
     counted, told = count()
-    assert counted == ids("Hello!<|im_end|>", "be polite", "Good day")
+    assert counted == ids("Hello!<|im_end|>", "Good day<|im_end|>", "be polite")
     assert [message.split()[0] for message in told if "by themselves" in message] == ["1"]
     header = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     header += "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     everything, told = count(roles="all")
-    assert everything == ids(header + "Hello!<|im_end|>\n", header + "Good day<|im_end|>\n")
-    assert not any("by themselves" in message for message in told)
+    assert everything == ids(header + "Hello!<|im_end|>\n", header + "Good day<|im_end|>\n", "be polite")
+    assert [message.split()[0] for message in told if "by themselves" in message] == ["1"]

@@ -13,7 +13,7 @@ Keys in the cache are already rotated; queries and fresh keys are rotated here (
     x = weight * x / sqrt(mean(x^2) + eps)
 
 A sliding window hides keys whose position, on the node's path, is ``window`` or more before
-the query's. One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are merged, one
+the query's. One unit of work is (sequence, kv head, group of query heads, split of the keys); splits are merged, one
 query at a time, in a second step.
 
 The worked example of `eagle_slim.runtime.tree`, top_k 2, at a third level: tree slots 0 1 | 2 3 hold A, B and C, E, the
@@ -36,7 +36,7 @@ from .weight_stream import hidden_zero, store_activation
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class DraftAttentionShape:
     """Heads of a layer, and how the work on them is cut.
 
     Query heads of one kv head (a *group*) are handled ``heads_per_unit`` at a time: a *head group* is one unit's heads,
@@ -56,8 +56,8 @@ class AttentionShape:
     """Sequences whose chains lie together."""
     part_keys: int = 1
     """Prefix keys from which attention is split over programs."""
-    max_parts: int = 16
-    """Most parts of one unit's keys; a power of two."""
+    max_splits: int = 16
+    """Largest number of splits of one unit's keys; a power of two."""
     queries: int = 4
     """Queries merged at a time."""
     window: int = 0
@@ -79,7 +79,7 @@ class AttentionShape:
 
     @property
     def groups(self) -> int:
-        """Units of one sequence, before their keys are cut into parts."""
+        """Units of one sequence, before their keys are cut into splits."""
         return self.kv_heads * self.head_groups
 
     @property
@@ -113,7 +113,7 @@ class AttentionShape:
         return max(16, self.block_d // 2)
 
 
-class KVCache(NamedTuple):
+class DraftCache(NamedTuple):
     """Cached keys, rotated, and values: [slots, kv_heads, positions, head_dim]."""
 
     key: Any
@@ -129,13 +129,13 @@ class Rope(NamedTuple):
     sin: Any
 
 
-class AttentionParts(NamedTuple):
-    """Partial softmax of each part of a unit's keys, for the merge."""
+class AttentionSplits(NamedTuple):
+    """Partial softmax of each split of a unit's keys, for the merge."""
 
     stats: Any
-    """fp32 [parts, 2, group_rows]: running maximum and sum."""
+    """fp32 [splits, 2, group_rows]: running maximum and sum."""
     weighted: Any
-    """fp32 [parts, group_rows, block_d]: the weighted sum of values."""
+    """fp32 [splits, group_rows, block_d]: the weighted sum of values."""
 
 
 class Rows(NamedTuple):
@@ -154,8 +154,48 @@ class Unit(NamedTuple):
 
     kv_head: Any
     head_group: Any
-    part: Any
-    num_parts: Any
+    split: Any
+    num_splits: Any
+
+
+class Keys(NamedTuple):
+    """The keys that a pass sees of a sequence."""
+
+    level: Any
+    is_extend: Any
+    num_new: Any
+    num_queries: Any
+    num_fresh: Any
+    """Keys of this very pass."""
+    cached: Any
+    """Keys that every query sees in the cache."""
+    position: Any
+    """Position of the queries."""
+
+
+class Queries(NamedTuple):
+    """Rotated queries of a unit, in halves [group_rows, block_half]."""
+
+    low: Any
+    high: Any
+    mask: Any
+    """int1 [group_rows]: rows in use."""
+    node: Any
+    """int32 [group_rows]: node of each row."""
+
+
+class Offsets(NamedTuple):
+    """Index vectors of a unit, displaced by `hidden_zero`."""
+
+    row: Any
+    half: Any
+    dim: Any
+    fresh: Any
+    key: Any
+    in_half: Any
+    """int1 [block_half]."""
+    in_head: Any
+    """int1 [block_d]."""
 
 
 class Running(NamedTuple):
@@ -222,145 +262,174 @@ def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _load_queries(qkv_ptr, norm_ptr, rope, unit, keys, offs, dtype, SHAPE: tl.constexpr):
+    """Load the queries of a unit and rotate them: its `Queries`, in the type of the cache."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    HALF: tl.constexpr = SHAPE.half
+    STRIDE: tl.constexpr = SHAPE.qkv_size * SHAPE.stride
+    SCALE: tl.constexpr = 1.4426950408889634 / HEAD_DIM**0.5
+    node = offs.row % ROWS
+    head_in_group = unit.head_group * SHAPE.heads_per_unit + offs.row // ROWS
+    mask_r = (node < keys.num_queries) & (head_in_group < SHAPE.group)
+    head = unit.kv_head * SHAPE.group + head_in_group
+    # In the extend pass the only query is the last new token.
+    query_row = tl.where(keys.is_extend, keys.num_new - 1, node)
+    table_row = keys.position.to(tl.int64) * HALF
+    cos = tl.load(rope.cos + table_row + offs.half, mask=offs.in_half, other=0.0)
+    sin = tl.load(rope.sin + table_row + offs.half, mask=offs.in_half, other=0.0)
+    q_offs = query_row[:, None] * STRIDE + head[:, None] * HEAD_DIM + offs.half[None, :]
+    mask_q = mask_r[:, None] & offs.in_half[None, :]
+    low = tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE
+    high = tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE
+    if SHAPE.head_norms:
+        low, high = _norm_heads(low, high, SCALE, norm_ptr, offs.half, SHAPE)
+    low, high = _rotate(low, high, cos[None, :], sin[None, :])
+    return Queries(low.to(dtype), high.to(dtype), mask_r, node)
+
+
+@triton.jit
+def _fold_prefix(queries, cache, unit, keys, offs, running, SHAPE: tl.constexpr, ALL_SPLITS: tl.constexpr):
+    """Fold this unit's tiles of the prefix into the running softmax.
+
+    The last split takes the fresh keys, the one before it the tree's; the others the prefix, tile by tile. Where there
+    are few splits, these two are too many to leave a long prefix to the others.
+    """
+    BLOCK_T: tl.constexpr = SHAPE.block_keys
+    first_seen = 0
+    if SHAPE.window > 0:
+        first_seen = tl.minimum(tl.maximum(keys.position - SHAPE.window + 1, 0), keys.cached)
+    num_tiles = tl.cdiv(keys.cached - first_seen, BLOCK_T)
+    splits = tl.maximum(unit.num_splits - 2, 1)
+    if ALL_SPLITS:
+        splits = tl.where(num_tiles > splits, unit.num_splits, splits)
+    tiles = tl.cdiv(num_tiles, splits)
+    start = first_seen + unit.split * tiles * BLOCK_T
+    stop = tl.where(unit.split >= splits, 0, tl.minimum(start + tiles * BLOCK_T, keys.cached))
+    for t0 in range(start, stop, BLOCK_T):
+        mask_t = t0 + offs.key < stop
+        k_low, k_high, v = _load_tile(cache, t0 + offs.key, mask_t, offs.half, offs.dim, SHAPE)
+        scores = _score(queries.low, queries.high, k_low, k_high)
+        running = _fold(scores, mask_t[None, :] & queries.mask[:, None], v, running, cache)
+    return running
+
+
+@triton.jit
+def _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE: tl.constexpr):
+    """Fold the ``num_tree`` cached nodes of earlier levels into the running softmax, as the chains name them."""
+    TOP_K: tl.constexpr = SHAPE.top_k
+    for j0 in tl.range(0, num_tree, SHAPE.block_keys, num_stages=1):
+        slot = j0 + offs.key
+        mask_t = slot < num_tree
+        link = tl.load(
+            chain_ptr + queries.node[:, None] * SHAPE.max_depth + (slot // TOP_K)[None, :],
+            mask=queries.mask[:, None] & mask_t[None, :],
+            other=-1,
+        )
+        k_low, k_high, v = _load_tile(cache, keys.cached + slot, mask_t, offs.half, offs.dim, SHAPE)
+        scores = _score(queries.low, queries.high, k_low, k_high)
+        visible = link == slot[None, :]
+        if SHAPE.window > 0:
+            visible = visible & (keys.level - 1 - slot // TOP_K < SHAPE.window)[None, :]
+        running = _fold(scores, visible, v, running, cache)
+    return running
+
+
+@triton.jit
+def _fold_fresh(queries, qkv_ptr, norm_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE: tl.constexpr):
+    """Fold the keys of this very pass into the running softmax, and cache them behind the tree's."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    HALF: tl.constexpr = SHAPE.half
+    STRIDE: tl.constexpr = SHAPE.qkv_size * SHAPE.stride
+    dtype = cache.key.dtype.element_ty
+    offs_h, offs_d, offs_f = offs.half, offs.dim, offs.fresh
+    position = (keys.position + tl.where(keys.is_extend, offs_f - keys.num_new + 1, offs_f * 0)).to(tl.int64)
+    mask_f = offs_f < keys.num_fresh
+    mask_fh = mask_f[:, None] & offs.in_half[None, :]
+    mask_fd = mask_f[:, None] & offs.in_head[None, :]
+    cos = tl.load(rope.cos + position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
+    sin = tl.load(rope.sin + position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
+    k_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + unit.kv_head) * HEAD_DIM + offs_h[None, :]
+    low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
+    high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
+    if SHAPE.head_norms:
+        low, high = _norm_heads(low, high, 1.0, norm_ptr + HEAD_DIM, offs_h, SHAPE)
+    v_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
+    v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
+    k_low, k_high = _rotate(low, high, cos, sin)
+    k_low, k_high = k_low.to(dtype), k_high.to(dtype)
+    v = v.to(dtype)
+    scores = _score(queries.low, queries.high, tl.trans(k_low), tl.trans(k_high))
+    visible = queries.mask[:, None] & mask_f[None, :] & (keys.is_extend | (queries.node[:, None] == offs_f[None, :]))
+    if SHAPE.window > 0:
+        visible = visible & (tl.where(keys.is_extend, keys.num_new - 1 - offs_f, 0) < SHAPE.window)[None, :]
+    running = _fold(scores, visible, v, running, cache)
+    if unit.head_group == 0:
+        place = keys.cached + offs_f + num_tree
+        cache_row = place.to(tl.int64)[:, None] * HEAD_DIM
+        tl.store(cache.key + cache_row + offs_h[None, :], k_low, mask=mask_fh)
+        tl.store(cache.key + cache_row + offs_h[None, :] + HALF, k_high, mask=mask_fh)
+        tl.store(cache.value + cache_row + offs_d[None, :], v, mask=mask_fd)
+    return running
+
+
+@triton.jit
 def attend_unit(
     qkv_ptr,  # fp32 [ROWS, stride, qkv_size], from this sequence's first row on
     norm_ptr,  # [2 * head_dim]: weights of the RMSNorms of queries and of keys; None without them
-    cache,  # `KVCache` of this slot and kv head: [positions, head_dim]
+    cache,  # `DraftCache` of this slot and kv head: [positions, head_dim]
     rope,  # `Rope`
     chain_ptr,  # int32 [ROWS, max_depth], this sequence's
-    parts,  # `AttentionParts` of this unit's group
+    splits,  # `AttentionSplits` of this unit's group
     unit,  # `Unit`
     prefix,  # cached positions before this pass
     num_new,  # extend pass: new tokens; level >= 1: the positions they took
     level,
-    SHAPE: tl.constexpr,  # `AttentionShape`
-    ALL_SHARE: tl.constexpr,  # whether all parts share long prefixes: where they can be few
+    SHAPE: tl.constexpr,  # `DraftAttentionShape`
+    ALL_SPLITS: tl.constexpr,  # whether all splits may take part of a long prefix: where they can be few
 ):
-    """Do one unit of work; the last part also takes in the fresh keys, and caches them. `merge_parts` comes after."""
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    TOP_K: tl.constexpr = SHAPE.top_k
-    HALF: tl.constexpr = SHAPE.half
-    STRIDE: tl.constexpr = SHAPE.qkv_size * SHAPE.stride
+    """Do one unit of work; the last split also takes in the fresh keys, and caches them. `merge_splits` comes after."""
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
-    BLOCK_T: tl.constexpr = SHAPE.block_keys
     BLOCK_D: tl.constexpr = SHAPE.block_d
-    WINDOW: tl.constexpr = SHAPE.window
-    SCALE: tl.constexpr = 1.4426950408889634 / HEAD_DIM**0.5
-    dtype = cache.key.dtype.element_ty
     zero = hidden_zero()
     offs_r = tl.arange(0, GROUP_ROWS) + zero
     offs_h = tl.arange(0, SHAPE.block_half) + zero
     offs_d = tl.arange(0, BLOCK_D) + zero
     offs_f = tl.arange(0, ROWS) + zero
-    offs_t = tl.arange(0, BLOCK_T) + zero
-    mask_h = offs_h < HALF
-    mask_d = offs_d < HEAD_DIM
+    offs_t = tl.arange(0, SHAPE.block_keys) + zero
+    offs = Offsets(offs_r, offs_h, offs_d, offs_f, offs_t, offs_h < SHAPE.half, offs_d < SHAPE.head_dim)
     is_extend = level == 0
-    num_queries = tl.where(is_extend, 1, TOP_K)
-    num_fresh = tl.where(is_extend, num_new, TOP_K)
-    cached = tl.where(is_extend, prefix, prefix + num_new)  # keys that every query of this pass sees in the cache
-    node = offs_r % ROWS
-    head_in_group = unit.head_group * SHAPE.heads_per_unit + offs_r // ROWS
-    mask_r = (node < num_queries) & (head_in_group < SHAPE.group)
-    head = unit.kv_head * SHAPE.group + head_in_group
-    # In the extend pass the only query is the last new token.
-    query_row = tl.where(is_extend, num_new - 1, node)
-    position = prefix + num_new - 1 + level
-    cos = tl.load(rope.cos + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
-    sin = tl.load(rope.sin + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
-    q_offs = query_row[:, None] * STRIDE + head[:, None] * HEAD_DIM + offs_h[None, :]
-    mask_q = mask_r[:, None] & mask_h[None, :]
-    q_low = tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE
-    q_high = tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE
-    if SHAPE.head_norms:
-        q_low, q_high = _norm_heads(q_low, q_high, SCALE, norm_ptr, offs_h, SHAPE)
-    q_low, q_high = _rotate(q_low, q_high, cos[None, :], sin[None, :])
-    q_low, q_high = q_low.to(dtype), q_high.to(dtype)
+    num_queries = tl.where(is_extend, 1, SHAPE.top_k)
+    num_fresh = tl.where(is_extend, num_new, SHAPE.top_k)
+    cached = tl.where(is_extend, prefix, prefix + num_new)
+    keys = Keys(level, is_extend, num_new, num_queries, num_fresh, cached, prefix + num_new - 1 + level)
+    queries = _load_queries(qkv_ptr, norm_ptr, rope, unit, keys, offs, cache.key.dtype.element_ty, SHAPE)
     running = Running(
         tl.full([GROUP_ROWS], float("-inf"), tl.float32),
         tl.zeros([GROUP_ROWS], tl.float32),
         tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32),
     )
-
-    # The last part takes the fresh keys, the one before it the tree's; the others share the prefix tile by tile. Where
-    # parts are few, these two are too many to leave a long prefix to the others.
-    fresh_part = unit.num_parts - 1
-    tree_part = tl.maximum(unit.num_parts - 2, 0)
-    first_seen = 0
-    if WINDOW > 0:
-        first_seen = tl.minimum(tl.maximum(position - WINDOW + 1, 0), cached)
-    num_tiles = tl.cdiv(cached - first_seen, BLOCK_T)
-    sharing = tl.maximum(unit.num_parts - 2, 1)
-    if ALL_SHARE:
-        sharing = tl.where(num_tiles > sharing, unit.num_parts, sharing)
-    tiles = tl.cdiv(num_tiles, sharing)
-    start = first_seen + unit.part * tiles * BLOCK_T
-    stop = tl.where(unit.part >= sharing, 0, tl.minimum(start + tiles * BLOCK_T, cached))
-    for t0 in range(start, stop, BLOCK_T):
-        mask_t = t0 + offs_t < stop
-        k_low, k_high, v = _load_tile(cache, t0 + offs_t, mask_t, offs_h, offs_d, SHAPE)
-        scores = _score(q_low, q_high, k_low, k_high)
-        running = _fold(scores, mask_t[None, :] & mask_r[:, None], v, running, cache)
-
-    num_slots = tl.maximum(level - 1, 0) * TOP_K
-    if unit.part == tree_part:
-        for j0 in tl.range(0, num_slots, BLOCK_T, num_stages=1):
-            slot = j0 + offs_t
-            mask_t = slot < num_slots
-            link = tl.load(
-                chain_ptr + node[:, None] * SHAPE.max_depth + (slot // TOP_K)[None, :],
-                mask=mask_r[:, None] & mask_t[None, :],
-                other=-1,
-            )
-            k_low, k_high, v = _load_tile(cache, cached + slot, mask_t, offs_h, offs_d, SHAPE)
-            scores = _score(q_low, q_high, k_low, k_high)
-            visible = link == slot[None, :]
-            if WINDOW > 0:
-                visible = visible & (level - 1 - slot // TOP_K < WINDOW)[None, :]
-            running = _fold(scores, visible, v, running, cache)
-    if unit.part == fresh_part:
-        fresh_position = (position + tl.where(is_extend, offs_f - num_new + 1, offs_f * 0)).to(tl.int64)
-        mask_f = offs_f < num_fresh
-        mask_fh = mask_f[:, None] & mask_h[None, :]
-        mask_fd = mask_f[:, None] & mask_d[None, :]
-        fresh_cos = tl.load(rope.cos + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
-        fresh_sin = tl.load(rope.sin + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
-        k_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + unit.kv_head) * HEAD_DIM + offs_h[None, :]
-        fresh_low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
-        fresh_high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
-        if SHAPE.head_norms:
-            fresh_low, fresh_high = _norm_heads(fresh_low, fresh_high, 1.0, norm_ptr + HEAD_DIM, offs_h, SHAPE)
-        v_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
-        fresh_v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
-        k_low, k_high = _rotate(fresh_low, fresh_high, fresh_cos, fresh_sin)
-        k_low, k_high = k_low.to(dtype), k_high.to(dtype)
-        v = fresh_v.to(dtype)
-        scores = _score(q_low, q_high, tl.trans(k_low), tl.trans(k_high))
-        visible = mask_r[:, None] & mask_f[None, :] & (is_extend | (node[:, None] == offs_f[None, :]))
-        if WINDOW > 0:
-            visible = visible & (tl.where(is_extend, num_new - 1 - offs_f, 0) < WINDOW)[None, :]
-        running = _fold(scores, visible, v, running, cache)
-        if unit.head_group == 0:
-            place = cached + offs_f + num_slots
-            cache_row = place.to(tl.int64)[:, None] * HEAD_DIM
-            tl.store(cache.key + cache_row + offs_h[None, :], k_low, mask=mask_fh)
-            tl.store(cache.key + cache_row + offs_h[None, :] + HALF, k_high, mask=mask_fh)
-            tl.store(cache.value + cache_row + offs_d[None, :], v, mask=mask_fd)
-
-    stat = parts.stats + unit.part * 2 * GROUP_ROWS + offs_r
+    fresh_split = unit.num_splits - 1
+    tree_split = tl.maximum(unit.num_splits - 2, 0)
+    running = _fold_prefix(queries, cache, unit, keys, offs, running, SHAPE, ALL_SPLITS)
+    num_tree = tl.maximum(level - 1, 0) * SHAPE.top_k
+    if unit.split == tree_split:
+        running = _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE)
+    if unit.split == fresh_split:
+        running = _fold_fresh(queries, qkv_ptr, norm_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE)
+    stat = splits.stats + unit.split * 2 * GROUP_ROWS + offs_r
     tl.store(stat, running.maximum)
     tl.store(stat + GROUP_ROWS, running.sum)
     acc_offs = offs_r[:, None] * BLOCK_D + offs_d[None, :]
-    mask_out = mask_r[:, None] & mask_d[None, :]
-    tl.store(parts.weighted + unit.part * GROUP_ROWS * BLOCK_D + acc_offs, running.weighted, mask=mask_out)
+    mask_out = queries.mask[:, None] & offs.in_head[None, :]
+    tl.store(splits.weighted + unit.split * GROUP_ROWS * BLOCK_D + acc_offs, running.weighted, mask=mask_out)
 
 
 @triton.jit
-def unit_of(group, part, num_parts, SHAPE: tl.constexpr):
+def unit_of(group, split, num_splits, SHAPE: tl.constexpr):
     """Return the sequence and the unit of a group's number; inverse of `query_place`."""
     kv_head = (group // SHAPE.head_groups) % SHAPE.kv_heads
     a = group // (SHAPE.head_groups * SHAPE.kv_heads)
-    return a, Unit(kv_head, group % SHAPE.head_groups, part, num_parts)
+    return a, Unit(kv_head, group % SHAPE.head_groups, split, num_splits)
 
 
 @triton.jit
@@ -372,64 +441,64 @@ def query_place(a, node, head, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def parts_at(parts, first_part, SHAPE: tl.constexpr):
-    """`AttentionParts` from the ``first_part``-th (int64) on."""
-    rows = first_part * SHAPE.heads_per_unit * ROWS
-    return AttentionParts(parts.stats + rows * 2, parts.weighted + rows * SHAPE.block_d)
+def splits_at(splits, first_split, SHAPE: tl.constexpr):
+    """`AttentionSplits` from the ``first_split``-th (int64) on."""
+    rows = first_split * SHAPE.heads_per_unit * ROWS
+    return AttentionSplits(splits.stats + rows * 2, splits.weighted + rows * SHAPE.block_d)
 
 
 @triton.jit
 def cache_at(cache, slot, kv_head):
-    """`KVCache` of one slot (int64) and kv head."""
+    """`DraftCache` of one slot (int64) and kv head."""
     place = slot * cache.stride_slot + kv_head.to(tl.int64) * cache.stride_head
-    return KVCache(cache.key + place, cache.value + place, cache.stride_slot, cache.stride_head)
+    return DraftCache(cache.key + place, cache.value + place, cache.stride_slot, cache.stride_head)
 
 
 @triton.jit
-def merge_parts(
-    parts,  # `AttentionParts` of all groups
-    first_part,  # int64 [queries]: number of the first part of each query's group
+def merge_splits(
+    splits,  # `AttentionSplits` of all groups
+    first_split,  # int64 [queries]: number of the first split of each query's group
     row,  # [queries]: its row in the group
-    num_parts,  # [queries]
+    num_splits,  # [queries]
     mask_q,
     out_ptr,  # [rows, heads * head_dim], see `weight_stream.store_activation`
     out_row,  # [queries]
     head,  # [queries]
     SHAPE: tl.constexpr,
 ):
-    """Merge the parts of some queries: the softmax-weighted sum over all of them."""
+    """Merge the splits of some queries: the softmax-weighted sum over all of them."""
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     zero = hidden_zero()
-    offs_p = tl.arange(0, SHAPE.max_parts) + zero
+    offs_s = tl.arange(0, SHAPE.max_splits) + zero
     offs_d = tl.arange(0, SHAPE.block_d) + zero
     mask_d = (offs_d < SHAPE.head_dim)[None, :]
-    part = first_part[:, None] + offs_p[None, :]  # [queries, parts]
-    mask = (offs_p[None, :] < num_parts[:, None]) & mask_q[:, None]
-    part_max = tl.load(parts.stats + part * 2 * GROUP_ROWS + row[:, None], mask=mask, other=float("-inf"))
-    part_sum = tl.load(parts.stats + part * 2 * GROUP_ROWS + GROUP_ROWS + row[:, None], mask=mask, other=0.0)
-    place = (part * GROUP_ROWS + row[:, None])[:, :, None] * SHAPE.block_d + offs_d[None, None, :]
-    part_acc = tl.load(parts.weighted + place, mask=mask[:, :, None] & mask_d[:, None, :], other=0.0)
-    top = tl.max(part_max, axis=1)
-    weight = tl.exp2(part_max - tl.where(mask_q, top, 0.0)[:, None])
-    norm = tl.where(mask_q, tl.sum(part_sum * weight, axis=1), 1.0)
-    total = tl.sum(part_acc * weight[:, :, None], axis=1) / norm[:, None]
+    split = first_split[:, None] + offs_s[None, :]  # [queries, splits]
+    mask = (offs_s[None, :] < num_splits[:, None]) & mask_q[:, None]
+    split_max = tl.load(splits.stats + split * 2 * GROUP_ROWS + row[:, None], mask=mask, other=float("-inf"))
+    split_sum = tl.load(splits.stats + split * 2 * GROUP_ROWS + GROUP_ROWS + row[:, None], mask=mask, other=0.0)
+    place = (split * GROUP_ROWS + row[:, None])[:, :, None] * SHAPE.block_d + offs_d[None, None, :]
+    split_acc = tl.load(splits.weighted + place, mask=mask[:, :, None] & mask_d[:, None, :], other=0.0)
+    top = tl.max(split_max, axis=1)
+    weight = tl.exp2(split_max - tl.where(mask_q, top, 0.0)[:, None])
+    norm = tl.where(mask_q, tl.sum(split_sum * weight, axis=1), 1.0)
+    total = tl.sum(split_acc * weight[:, :, None], axis=1) / norm[:, None]
     column = (head * SHAPE.head_dim)[:, None] + offs_d[None, :]
     row_size: tl.constexpr = SHAPE.heads * SHAPE.head_dim
     store_activation(out_ptr, out_row.to(tl.int64)[:, None], column, total, mask_q[:, None] & mask_d, row_size)
 
 
 @triton.jit
-def most_parts(num_active, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
-    """Return the most parts per group of units, so that every program has one unit."""
-    return tl.minimum(tl.maximum(PROGRAMS // (num_active * SHAPE.groups), 1), SHAPE.max_parts)
+def splits_per_group(num_active, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
+    """Return the largest number of splits per group of units, so that every program has one unit."""
+    return tl.minimum(tl.maximum(PROGRAMS // (num_active * SHAPE.groups), 1), SHAPE.max_splits)
 
 
 @triton.jit
-def parts_of(prefix, most, SHAPE: tl.constexpr):
-    """Parts of a sequence's keys: one for the fresh keys, one for the tree's, the others share the prefix."""
+def splits_of(prefix, max_splits, SHAPE: tl.constexpr):
+    """Splits of a sequence's keys: one for the fresh keys, one for the tree's, the others share the prefix."""
     if SHAPE.window > 0:
         prefix = tl.minimum(prefix, SHAPE.window)
-    return tl.minimum(most, tl.cdiv(prefix, SHAPE.part_keys) + 2)
+    return tl.minimum(max_splits, tl.cdiv(prefix, SHAPE.part_keys) + 2)
 
 
 @triton.jit
@@ -445,27 +514,27 @@ def of_sequence(value, seq, a):
 def attend(
     qkv_ptr,  # fp32 [ROWS, stride, qkv_size]
     norm_ptr,  # as in `attend_unit`
-    cache,  # `KVCache`
+    cache,  # `DraftCache`
     rope,  # `Rope`
     chain_ptr,  # int32 [2, slots, ROWS, max_depth], see `frontier.chain_at`
-    parts,  # `AttentionParts`
+    splits,  # `AttentionSplits`
     rows,  # `Rows`
     num_active,
     level,
     PROGRAMS: tl.constexpr,
-    SHAPE: tl.constexpr,  # `AttentionShape`
+    SHAPE: tl.constexpr,  # `DraftAttentionShape`
 ):
-    """Do this program's units of one level: all active sequences and heads, prefixes split in parts."""
+    """Do this program's units of one level: all active sequences and heads, prefixes cut into splits."""
     num_groups = num_active * SHAPE.groups
-    most = most_parts(num_active, PROGRAMS, SHAPE)
-    for index in tl.range(tl.program_id(0), num_groups * most, PROGRAMS, disable_licm=True):
+    max_splits = splits_per_group(num_active, PROGRAMS, SHAPE)
+    for index in tl.range(tl.program_id(0), num_groups * max_splits, PROGRAMS, disable_licm=True):
         place = index + num_active * 0
         group = place % num_groups
-        part = place // num_groups
-        a, unit = unit_of(group, part, most, SHAPE)
+        split = place // num_groups
+        a, unit = unit_of(group, split, max_splits, SHAPE)
         prefix = of_sequence(rows.prefix, rows.seq, a)
-        num_parts = parts_of(prefix, most, SHAPE)
-        if part < num_parts:
+        num_splits = splits_of(prefix, max_splits, SHAPE)
+        if split < num_splits:
             slot = of_sequence(rows.slot, rows.seq, a).to(tl.int64)
             row = (a * ROWS).to(tl.int64)
             attend_unit(
@@ -474,22 +543,22 @@ def attend(
                 cache_at(cache, slot, unit.kv_head),
                 rope,
                 chain_at(chain_ptr, level, row, SHAPE.slots),
-                parts_at(parts, (group * most).to(tl.int64), SHAPE),
-                Unit(unit.kv_head, unit.head_group, part, num_parts),
+                splits_at(splits, (group * max_splits).to(tl.int64), SHAPE),
+                Unit(unit.kv_head, unit.head_group, split, num_splits),
                 prefix,
                 of_sequence(rows.num_new, rows.seq, a),
                 level,
                 SHAPE,
-                PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_parts,
+                PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_splits,
             )
 
 
 @triton.jit
-def merge_heads(parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
-    """Merge the parts of `attend`, some queries at a time, into the operand of the output projection."""
+def merge_heads(splits, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
+    """Merge the splits of `attend`, some queries at a time, into the operand of the output projection."""
     HEADS: tl.constexpr = SHAPE.heads
     QUERIES: tl.constexpr = SHAPE.queries
-    most = most_parts(num_active, PROGRAMS, SHAPE)
+    max_splits = splits_per_group(num_active, PROGRAMS, SHAPE)
     num_queries = num_active * num_nodes * HEADS
     for first in tl.range(tl.program_id(0) * QUERIES, num_queries, PROGRAMS * QUERIES, disable_licm=True):
         query = first + tl.arange(0, QUERIES) + hidden_zero()
@@ -499,11 +568,11 @@ def merge_heads(parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.conste
         mask = query < num_queries
         prefix = tl.max(tl.where(rows.seq[None, :] == a[:, None], rows.prefix[None, :], 0), axis=1)
         group, row = query_place(a, node, head, SHAPE)
-        merge_parts(
-            parts,
-            (group * most).to(tl.int64),
+        merge_splits(
+            splits,
+            (group * max_splits).to(tl.int64),
             row,
-            parts_of(prefix, most, SHAPE),
+            splits_of(prefix, max_splits, SHAPE),
             mask,
             out_ptr,
             node * SHAPE.stride + a,

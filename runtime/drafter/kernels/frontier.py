@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .selection import LOWEST_KEY, count_ahead, key_index, key_value
+from .selection import LOWEST_KEY, count_greater, key_index, key_value
 from .weight_stream import hidden_zero
 
 MAX_DEPTH = 16
@@ -73,7 +73,7 @@ def choose_frontier(
     place = tl.arange(0, SELECT.pairs) + zero
     num_keys = num_nodes * MAX_K
     key = tl.load(key_ptr + place, mask=place < num_keys, other=LOWEST_KEY)
-    rank = count_ahead(key, key_ptr, num_keys, 1, MAX_K)
+    rank = count_greater(key, key_ptr, num_keys, 1, MAX_K)
     chosen = (key != LOWEST_KEY) & (rank < TOP_K)
     candidate = key_index(key)
     tl.store(frontier.score + rank, key_value(key), mask=chosen)

@@ -23,7 +23,7 @@ from .selection import (
     LOWEST_KEY,
     NO_INDEX,
     THREADS,
-    count_ahead,
+    count_greater,
     each_thread,
     key_index,
     key_value,
@@ -58,19 +58,21 @@ class Selection:
 
     @property
     def packed(self) -> bool:
-        """Whether nodes in use are brought together before they are selected from: some groups may have none."""
+        """Tell if nodes in use are brought together before they are selected from: some groups may have none."""
         return self.groups > 1
 
     @classmethod
     def of(cls, top_k: int, groups: int, block_m: int, num_programs: int) -> Selection:
         """Sizes for ``num_programs`` programs, which select from at most 16 lists of 16 places."""
         threads = int(THREADS.value)
-        return cls(top_k, places(top_k), groups, block_m, max(threads, triton.next_power_of_2(num_programs)), threads)
+        return cls(
+            top_k, list_size(top_k), groups, block_m, max(threads, triton.next_power_of_2(num_programs)), threads
+        )
 
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """How a program's LM-head rows are stored, and how they are read."""
+    """Layout of a program's LM-head rows, stored and read."""
 
     stored: int
     """Rows of one stored tile, a power of two; the last one may have fewer."""
@@ -91,7 +93,7 @@ class HeadTiles:
         return min(self.stored, self.tile.block_n)
 
 
-class HeadRows(NamedTuple):
+class ProgramRows(NamedTuple):
     """This program's rows of the LM head."""
 
     weight: Any
@@ -102,19 +104,6 @@ class HeadRows(NamedTuple):
     """int32 [rows of this program]: id of each row."""
     num_rows: Any
     """Rows in use."""
-
-
-class TailRows(NamedTuple):
-    """LM-head rows that joined the draft vocabulary of each slot: `drafter.follow.Tails`."""
-
-    weight: Any
-    """[slots, units, chunks, rows of a unit, columns of a chunk]."""
-    scale: Any
-    """fp32 [slots, width], read when scaled."""
-    ids: Any
-    """int32 [slots, width]: id of each row; none of them is among the base's."""
-    sizes: Any
-    """int32 [slots]: rows in use."""
 
 
 class Nodes(NamedTuple):
@@ -137,7 +126,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def scratch_place(row, column, BLOCK_N: tl.constexpr):
-    """Where a logit lies in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
+    """Find a logit's place in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
 
     So the LANES threads of each of 16 rows read 256 neighbours at a time.
     """
@@ -166,8 +155,7 @@ def update_best(
     first_row,  # of SELECT_ROWS nodes, as they lie in the scratch
     nodes,  # `Nodes`
     tile_start,  # first row of this tile; at 0 there is nothing to fold into
-    SELECT: tl.constexpr,  # `Selection`
-    PACKED: tl.constexpr,  # whether rows of the scratch are `packed_row`s
+    SELECT: tl.constexpr,  # `Selection`; rows of the scratch are `packed_row`s if it is packed
     BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr,  # whether there is more than one tile
 ):
@@ -182,7 +170,7 @@ def update_best(
     thread = numbers + zero
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
-    if PACKED:
+    if SELECT.packed:
         row = unpacked_row(row, nodes, SELECT.groups)
     in_use = (row % SELECT.groups < nodes.groups) & (row // SELECT.groups < nodes.rows)
     element = tl.arange(0, BLOCK_N // LANES)
@@ -231,7 +219,7 @@ def stream_topk(
     x_row,  # int64 [block_m]: where each row of x starts
     mask_m,  # int1 [block_m]: rows in use
     nodes,  # `Nodes`: the same, counted
-    head,  # `HeadRows`
+    head,  # `ProgramRows`
     scratch_ptr,  # fp32 [block_m, block_n], this program's
     lists,  # `Lists` of this program
     SELECT: tl.constexpr,  # `Selection`
@@ -276,86 +264,8 @@ def stream_topk(
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
         for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):
-            update_best(
-                scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, SELECT.packed, BLOCK_N, HEAD.several
-            )
+            update_best(scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, BLOCK_N, HEAD.several)
         tl.debug_barrier()
-
-
-@triton.jit
-def stream_tails(
-    x_ptr,
-    row_scale,  # fp32 [block_m]
-    active_slots_ptr,  # int32: slot of each group of nodes
-    nodes,  # `Nodes`
-    tails,  # `TailRows`
-    num_programs,  # that own rows of the base; these share the units
-    scratch_ptr,  # fp32 [block_m, block_n], this program's; block_n no more than the base's
-    lists,  # `Lists` of this program, filled by `stream_topk`
-    SELECT: tl.constexpr,  # `Selection`
-    TAIL: tl.constexpr,  # `HeadTiles` of one unit
-    UNITS: tl.constexpr,  # of a slot
-):
-    """Fold the rows of each sequence's tail into this program's lists of that sequence's nodes.
-
-    A unit is a few rows of one sequence, and so is its product: [block_n, SELECT_ROWS], with rows masked that a unit
-    does not have. Many programs with short units read the operands of fewer nodes than all programs would.
-    """
-    TILE: tl.constexpr = TAIL.tile
-    BLOCK_N: tl.constexpr = TILE.block_n
-    HIDDEN: tl.constexpr = TAIL.hidden
-    CHUNK: tl.constexpr = TAIL.chunk
-    UNIT: tl.constexpr = TAIL.stored
-    pid = tl.program_id(0)
-    zero = hidden_zero()
-    offs_n = tl.arange(0, BLOCK_N) + zero
-    offs_m = tl.arange(0, SELECT.block_m) + zero
-    offs_node = tl.arange(0, SELECT_ROWS) + zero
-    count = tl.where(pid < num_programs, nodes.groups * UNITS, 0)
-    for index in tl.range(pid, count, num_programs, disable_licm=True):
-        group = (index + zero) % nodes.groups
-        slot = tl.load(active_slots_ptr + group).to(tl.int64)
-        first = (index + zero) // nodes.groups * UNIT
-        left = tl.minimum(tl.load(tails.sizes + slot) - first, UNIT)
-        if left > 0:
-            place = slot * (UNITS * UNIT) + first
-            row = offs_node * SELECT.groups + group
-            x_row = row.to(tl.int64) * HIDDEN
-            mask_m = offs_node < nodes.rows
-            acc = stream_matmul(
-                Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
-                tails.weight + place * HIDDEN,
-                left,
-                UNIT * CHUNK,
-                0,
-                HIDDEN // CHUNK + zero,
-                False,
-                CHUNK,
-                TILE,
-            )
-            if TAIL.scaled:
-                acc *= tl.load(tails.scale + place + offs_n, mask=offs_n < left, other=0.0)[:, None]
-            own = offs_m[None, :] == row[:, None]
-            acc *= tl.sum(tl.where(own, row_scale[None, :], 0.0), axis=1)[None, :]
-            tl.debug_barrier()
-            scratch = scratch_ptr + scratch_place(offs_node[None, :], offs_n[:, None], BLOCK_N)
-            tl.store(scratch, acc, mask=mask_m[None, :])
-            tl.debug_barrier()
-            # The base came first: there is something to fold into.
-            update_best(
-                scratch_ptr,
-                tails.ids + place,
-                left,
-                lists_at(lists, group, SELECT),
-                0,
-                Nodes(1, nodes.rows),
-                1,
-                SELECT,
-                True,
-                BLOCK_N,
-                True,
-            )
-            tl.debug_barrier()
 
 
 @triton.jit
@@ -385,7 +295,7 @@ def merge_best(
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = shift + tl.log(tl.sum(sums * tl.exp(maxima - shift), axis=0))
 
-    rank = count_ahead(first, keys_ptr, num_lists, STRIDE_LIST, LIST_BATCH)
+    rank = count_greater(first, keys_ptr, num_lists, STRIDE_LIST, LIST_BATCH)
     tl.store(owner_ptr + rank, program, mask=mask & (rank < TOP_K))
     tl.debug_barrier()
     # Pair MAX_K * r + j is the j-th best of the program whose own best ranks r-th.
@@ -394,7 +304,7 @@ def merge_best(
     mask = pair // MAX_K < num_owners
     place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * STRIDE_LIST + pair % MAX_K
     key = tl.load(keys_ptr + place, mask=mask, other=LOWEST_KEY)
-    # As `count_ahead`, one owner's list after the other.
+    # As `count_greater`, one owner's list after the other.
     rank = tl.zeros([PAIRS], tl.int32)
     place = tl.arange(0, MAX_K)[:, None] + each_thread(PAIRS)[None, :]
     keys = tl.load(keys_ptr + tl.load(owner_ptr) * STRIDE_LIST + place)
@@ -408,7 +318,7 @@ def merge_best(
     return rank, key_value(key), key_index(key), lse
 
 
-def places(top_k: int) -> int:
+def list_size(top_k: int) -> int:
     """Return the places of a list of the ``top_k`` best: a power of two."""
     return max(2, int(triton.next_power_of_2(top_k)))
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 
 def rows_per_program(num_rows: int, num_programs: int) -> int:
-    """Rows that each program owns, the last ones of some programs being padding."""
+    """Count the rows of each program, the last ones of some programs being padding."""
     return -(-num_rows // num_programs)
 
 
 def chunk_size(in_features: int, largest: int) -> int:
-    """Largest power of two from 16 to ``largest`` that divides ``in_features``; 0 where 16 does not."""
+    """Return the largest power of two from 16 to ``largest`` that divides ``in_features``; 0 where 16 does not."""
     size = largest
     while size >= 16 and in_features % size:
         size //= 2
@@ -52,21 +52,23 @@ def cut_chunks(assigned: Tensor, block_k: int) -> Tensor:
     return chunked.transpose(1, 2).contiguous().view(assigned.dtype)
 
 
-def cut_parts(assigned: Tensor, split: int, block_k: int, num_programs: int) -> Tensor:
-    """Cut each group's rows by columns and deal the parts to programs, see `projections`.
+def cut_splits(assigned: Tensor, num_splits: int, block_k: int, num_programs: int) -> Tensor:
+    """Cut each group's rows by columns and deal the splits to programs, see `projections`.
 
-    [groups, rows, in] to [programs, units, chunks, rows, block_k]: part s of group g is unit ``g * split + s``, which
-    lies with program ``unit % programs`` as its number ``unit // programs``. Of C chunks, part s has those from
-    ``s * C // split`` to ``(s + 1) * C // split``; parts of fewer chunks than others end in zeros. Any dtype.
+    [groups, rows, in] to [programs, units, chunks, rows, block_k]: split s of group g is unit ``g * num_splits + s``,
+    which lies with program ``unit % programs`` as its number ``unit // programs``. Of C chunks, split s has those from
+    ``s * C // num_splits`` to ``(s + 1) * C // num_splits``; splits of fewer chunks than others end in zeros. Any
+    dtype.
     """
     cut = cut_chunks(assigned, block_k).view(torch.uint8)
     groups, total = cut.shape[:2]
-    units = -(-groups * split // num_programs)
-    parts = torch.zeros(units * num_programs, -(-total // split), *cut.shape[2:], dtype=torch.uint8, device=cut.device)
-    for part in range(split):
-        chunks = cut[:, part * total // split : (part + 1) * total // split]
-        parts[part : groups * split : split, : chunks.shape[1]] = chunks
-    dealt: Tensor = parts.unflatten(0, (units, num_programs)).transpose(0, 1).contiguous()
+    units = -(-groups * num_splits // num_programs)
+    shape = (units * num_programs, -(-total // num_splits), *cut.shape[2:])
+    splits = torch.zeros(shape, dtype=torch.uint8, device=cut.device)
+    for split in range(num_splits):
+        chunks = cut[:, split * total // num_splits : (split + 1) * total // num_splits]
+        splits[split : groups * num_splits : num_splits, : chunks.shape[1]] = chunks
+    dealt: Tensor = splits.unflatten(0, (units, num_programs)).transpose(0, 1).contiguous()
     return dealt.view(assigned.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a prompt's pairs: norms, and rotation into the drafter's cache.
+"""Operations between the matrix products of a prompt's pairs: norms, and rotation into the drafter's cache.
 
 Each operation is a kernel, a host function and a PyTorch twin (``_ref``) of the same arguments, which defines it. Rows
 are pairs of one prompt, [rows, width]; sums are fp32, and what transformers rounds to the model's type between two
@@ -93,8 +93,7 @@ def rotate_append_ref(
     bias: Tensor | None,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    tables: tuple[Tensor, Tensor],
     positions: Tensor,
     slots: Tensor,
     kv_rows: Tensor,
@@ -104,21 +103,22 @@ def rotate_append_ref(
     """Turn a row's q, k, v into what attention reads: q in place, k and v into the cache.
 
     ``qkv`` [rows, (heads + 2 * kv_heads) * head_dim], q first; ``bias`` of the same width. ``norms``: the weights
-    [head_dim] of RMSNorms over each head of q and of k (Qwen3). ``cos``, ``sin`` fp32 [table, head_dim / 2], halves
-    rotated against each other as in Llama; ``positions`` int32 [rows] point into them. ``slots`` int32 [places]: row r
-    belongs to place ``r // (rows / places)``; ``kv_rows`` int32 [rows]: where its key goes, -1 nowhere. ``keys``,
-    ``values`` [slots, kv_heads, capacity, head_dim].
+    [head_dim] of RMSNorms over each head of q and of k (Qwen3). ``tables``: cos and sin, fp32 [table, head_dim / 2],
+    halves rotated against each other as in Llama; ``positions`` int32 [rows] point into them. ``slots`` int32 [places]:
+    row r belongs to place ``r // (rows / places)``; ``kv_rows`` int32 [rows]: where its key goes, -1 nowhere.
+    ``keys``, ``values`` [slots, kv_heads, capacity, head_dim].
     """
     rows = qkv.shape[0]
     _, kv_heads, _, head_dim = keys.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    cos, sin = (table[positions.long()][:, None] for table in tables)
     if bias is not None:
         qkv += bias
     split = qkv.view(rows, heads + 2 * kv_heads, head_dim)
     q, k, v = split.split((heads, kv_heads, kv_heads), 1)
     if norms is not None:
         q, k = (_head_norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
-    q, k = (_rotate(x, cos[positions.long()][:, None], sin[positions.long()][:, None]) for x in (q, k))
+    q, k = (_rotate(x, cos, sin) for x in (q, k))
     split[:, :heads] = q
     kept = kv_rows >= 0
     slot = slots.long().repeat_interleave(rows // len(slots))[kept]
@@ -216,8 +216,7 @@ def rotate_append(
     bias: Tensor | None,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    tables: tuple[Tensor, Tensor],
     positions: Tensor,
     slots: Tensor,
     kv_rows: Tensor,
@@ -235,8 +234,7 @@ def rotate_append(
         norm_q,
         norm_k,
         eps,
-        cos,
-        sin,
+        *tables,
         positions,
         slots,
         kv_rows,

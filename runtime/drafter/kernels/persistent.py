@@ -11,8 +11,7 @@ qkv    query, key and value of all rows; RMSNorm was applied when the rows were 
 att    `ancestor_attention.attend`: norms of q and k, RoPE, KV append, prefix and ancestors; then `merge_heads`
 o      output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
-head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program; then
-       `lm_topk.stream_tails`: the rows that joined each sequence's vocabulary, where there are such
+head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
 pick   merge per node, score the candidates, `frontier.choose_frontier`, gather the nodes' embeddings
 tree   after the last level, `tree_build.build_tree`
 =====  =================================================================================================
@@ -26,7 +25,7 @@ Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter th
 ``o`` and ``down`` write rows already multiplied by the norm's weight, and the factor multiplies the next product's
 result.
 
-Depth and number of nodes come with the launch, up to the bounds of `tree_build.TreeShape`; ``top_k`` is compiled in.
+Depth and number of nodes come with the launch, up to the bounds of `tree_build.TreeBounds`; ``top_k`` is compiled in.
 
 Row ``n * stride + a`` of operands and results is token or node n of the a-th active sequence; the stride is the number
 of slots as a power of two. A product takes as many rows as a level has (`launch_params.block_rows`), and fc and qkv
@@ -43,26 +42,33 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .ancestor_attention import AttentionParts, AttentionShape, Rope, Rows, attend, merge_heads
+from .ancestor_attention import AttentionSplits, DraftAttentionShape, Rope, Rows, attend, merge_heads
 from .frontier import ROWS, Frontier, chain_at, choose_frontier, frontier_at
 from .gated_mlp import MlpShape, gated_mlp
 from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import (
-    HeadRows,
     HeadTiles,
     Lists,
     Nodes,
+    ProgramRows,
     Selection,
     clear_lists,
     lists_at,
     merge_best,
-    stream_tails,
     stream_topk,
 )
-from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
+from .projections import (
+    BiasLayout,
+    PartialSums,
+    ProgramOutputs,
+    Residual,
+    finish_residual,
+    finish_rows,
+    multiply_splits,
+)
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
 from .selection import LOWEST_KEY, order_key
-from .tree_build import TreeCandidates, TreeShape, TreeSize, blank_tree, build_tree, candidates_of
+from .tree_build import TreeBounds, TreeCandidates, TreeSize, blank_tree, build_tree, candidates_of
 from .weight_stream import NextOperand, Operand, Tile
 
 FC_PASS, QKV_PASS, O_PASS, DOWN_PASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -70,8 +76,8 @@ FC_PASS, QKV_PASS, O_PASS, DOWN_PASS = tl.constexpr(0), tl.constexpr(1), tl.cons
 
 
 @dataclass(frozen=True)
-class HeadShape:
-    """What the head computes."""
+class DraftHeadShape:
+    """Dimensions and options of a draft head."""
 
     fused_every_level: bool
     """EAGLE-1/2: fc takes (embedding, feature) at every level."""
@@ -105,47 +111,23 @@ class HeadShape:
 
     @property
     def raw_input(self) -> bool:
-        """Whether EAGLE-1/2's embeddings and features stay as they are: their sizes differ too much for FP8 pairs."""
+        """Tell if EAGLE-1/2's embeddings and features stay as they are: their sizes differ too much for FP8 pairs."""
         return self.fused_every_level and self.scaled
 
     @property
     def fc_in_loop(self) -> bool:
-        """Whether fc goes through the loop over projections: raw input does not."""
+        """Tell if fc goes through the loop over projections: raw input does not."""
         return self.has_fc and not self.raw_input
 
-
-@dataclass(frozen=True)
-class Phases:
-    """How the work of each phase is cut."""
-
-    row: RowShape
-    """An embedding, or a feature."""
-    taps: RowShape
-    """The target's features of a token."""
-    layer: Tile
-    """All four projections."""
-    layer_chunk: int
-    """Columns of theirs that are stored together."""
-    sum_hidden: Share
-    """fc, o and down."""
-    sum_qkv: Share
-    attention: AttentionShape
-    mlp: MlpShape
-    mlp_tile: Tile
-    head: HeadTiles
-    select: Selection
-    tree: TreeShape
-    gather: int
-    """Embeddings that a program fetches at a time, a power of two."""
-    tail: HeadTiles
-    """One unit of the rows that joined a sequence."""
-    tail_units: int = 0
-    """Units of a sequence; 0 where no rows join, and then nothing of it is compiled."""
+    @property
+    def scales_residual(self) -> bool:
+        """Tell if the residual of the attention brings operands to order one; a normalised one is of order one."""
+        return self.scaled and not self.norm_before_residual
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How much there is of everything."""
+    """Sizes of a launch."""
 
     programs: int
     lists: int
@@ -154,7 +136,7 @@ class Grid:
     embed_rows: int
     """Embeddings kept per sequence."""
     width: int
-    """Places of a slot in `StepInputs.new_tokens`."""
+    """Columns of `StepInputs.new_tokens`."""
 
     @property
     def stride(self) -> int:
@@ -167,6 +149,42 @@ class Grid:
         return self.stride * self.embed_rows
 
 
+@dataclass(frozen=True)
+class DraftPlan:
+    """All constants that a drafter is compiled for: the head, its layouts, and how the work of each phase is cut."""
+
+    head: DraftHeadShape
+    grid: Grid
+    stream: Any
+    """`packing.StreamLayout`."""
+    operands: Any
+    """`workspace.OperandLayout`."""
+    row: RowShape
+    """An embedding, or a feature."""
+    taps: RowShape
+    """The target's features of a token."""
+    layer: Tile
+    """All four projections."""
+    layer_chunk: int
+    """Columns of theirs that are stored together."""
+    sum_hidden: ProgramOutputs
+    """fc, o and down."""
+    sum_qkv: ProgramOutputs
+    attention: DraftAttentionShape
+    mlp: MlpShape
+    mlp_tile: Tile
+    lm_head: HeadTiles
+    select: Selection
+    tree: TreeBounds
+    gather: int
+    """Embeddings that a program fetches at a time, a power of two."""
+
+    @property
+    def has_repeats(self) -> bool:
+        """Tell if a sequence may have more new tokens than a product takes: fc and qkv then run several times."""
+        return self.select.block_m < int(ROWS.value) * self.grid.stride
+
+
 class Features(NamedTuple):
     """The target's features of the new tokens, of the model's type: [slots, up to 64, taps]."""
 
@@ -176,7 +194,7 @@ class Features(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What `Buffers.set_step` writes: int32."""
+    """Inputs of a step, int32, as `Buffers.set_step` writes them."""
 
     new_tokens: Any
     """[slots, width]: the token after each feature; the last of ``num_new`` is the root."""
@@ -215,6 +233,64 @@ class HeadTensors(NamedTuple):
     stride_embedding: Any
 
 
+class Draft(NamedTuple):
+    """A launch as one program sees it; what is no address is kept in registers from barrier to barrier."""
+
+    step: Any
+    """`StepInputs`."""
+    head: Any
+    """`HeadTensors`."""
+    cache: Any
+    """`DraftCache`."""
+    ws: Any
+    """`Workspace`."""
+    out: Any
+    """`TreeOutputs`."""
+    x_in: Any
+    """Address of the embeddings and features as operands."""
+    num_active: Any
+    depth: Any
+    size: Any
+    """`TreeSize`."""
+    stream: Any
+    """Address of this program's stream of weights."""
+    scales: Any
+    """Address of its scales."""
+    first_list: Any
+    """int64: its first list of children in `Lists`."""
+    num_rows: Any
+    """LM-head rows that it has in use."""
+    rows: Any
+    """`Rows`."""
+    row: Any
+    """int64 [BLOCK_M]: number of each row."""
+    node: Any
+    """int32 [BLOCK_M]: the token or node that it is of its sequence."""
+    in_use: Any
+    """int1 [BLOCK_M]: its sequence is active."""
+    max_new: Any
+    """Most new tokens of a sequence."""
+
+
+class Level(NamedTuple):
+    """One level of the tree: its nodes, and where the rows of its products come from, [BLOCK_M]."""
+
+    number: Any
+    is_extend: Any
+    """Level 0: all new tokens enter the cache, and the last of them is the only node."""
+    num_nodes: Any
+    mask_in: Any
+    """int1: rows of fc and qkv in use."""
+    mask: Any
+    """int1: rows of the nodes."""
+    parent_row: Any
+    """Row of each node's parent in the level before."""
+    embed_row: Any
+    """int64: where the row's embedding starts."""
+    hidden_row: Any
+    """int64: where its feature starts."""
+
+
 @triton.jit
 def next_phase(barrier_ptr, round, PROGRAMS: tl.constexpr):
     """Wait for all programs; returns the number of the barrier."""
@@ -223,24 +299,17 @@ def next_phase(barrier_ptr, round, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def norm_features(
-    hidden_ptr,
-    x_ptr,
-    factor_ptr,
-    norm_ptr,
-    step,
-    num_active,
-    SHAPE: tl.constexpr,
-    GRID: tl.constexpr,
-):
+def norm_features(draft, PLAN: tl.constexpr):
     """Normalise the new tokens' features, row by row."""
-    for index in tl.range(tl.program_id(0), num_active * ROWS, GRID.programs, disable_licm=True):
-        unit = index + num_active * 0
-        slot = tl.load(step.active_slots + unit // ROWS)
-        if unit % ROWS < tl.load(step.num_new + slot):
-            row = unit % ROWS * GRID.stride + unit // ROWS
-            source_ptr = hidden_ptr + row.to(tl.int64) * SHAPE.size
-            write_row(source_ptr, x_ptr, factor_ptr, GRID.features + row, norm_ptr, True, SHAPE)
+    ws = draft.ws
+    for index in tl.range(tl.program_id(0), draft.num_active * ROWS, PLAN.grid.programs, disable_licm=True):
+        unit = index + draft.num_active * 0
+        slot = tl.load(draft.step.active_slots + unit // ROWS)
+        if unit % ROWS < tl.load(draft.step.num_new + slot):
+            row = unit % ROWS * PLAN.grid.stride + unit // ROWS
+            source_ptr = ws.hidden + row.to(tl.int64) * PLAN.row.size
+            norm_ptr = draft.head.norm_hidden
+            write_row(source_ptr, draft.x_in, ws.factor, PLAN.grid.features + row, norm_ptr, True, PLAN.row)
 
 
 @triton.jit
@@ -250,44 +319,28 @@ def select(index, at_0, at_1, at_2, at_3):
 
 
 @triton.jit
-def read_new_tokens(
-    features,
-    tap_offset_1,
-    tap_offset_2,
-    step,
-    head,
-    ws,
-    x_in_ptr,
-    num_active,
-    HEAD: tl.constexpr,
-    PHASES: tl.constexpr,
-    OPERANDS: tl.constexpr,
-    GRID: tl.constexpr,
-):
+def read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN: tl.constexpr):
     """Extend: features and embeddings of the new tokens become operands."""
-    FEATURES: tl.constexpr = GRID.features
-    HIDDEN: tl.constexpr = HEAD.hidden
-    NORMED: tl.constexpr = not HEAD.fused_every_level
-    ROW: tl.constexpr = PHASES.row
-    TAPS: tl.constexpr = PHASES.taps
-    BLOCK: tl.constexpr = ROW.block
+    FEATURES: tl.constexpr = PLAN.grid.features
+    HIDDEN: tl.constexpr = PLAN.head.hidden
+    NORMED: tl.constexpr = not PLAN.head.fused_every_level
+    step, head, ws = draft.step, draft.head, draft.ws
     pid = tl.program_id(0)
     zero = pid * 0
-    for index in tl.range(pid, num_active * ROWS, GRID.programs, disable_licm=True):
+    for index in tl.range(pid, draft.num_active * ROWS, PLAN.grid.programs, disable_licm=True):
         unit = index + zero
         a = unit // ROWS
         i = unit % ROWS
         slot = tl.load(step.active_slots + a).to(tl.int64)
         if i < tl.load(step.num_new + slot):
-            token = tl.load(step.new_tokens + slot * GRID.width + i).to(tl.int64)
-            row = i * GRID.stride + a
-            write_row(
-                head.embedding + token * head.stride_embedding, x_in_ptr, ws.factor, row, head.norm_in, NORMED, ROW
-            )
+            token = tl.load(step.new_tokens + slot * PLAN.grid.width + i).to(tl.int64)
+            row = i * PLAN.grid.stride + a
+            embedding_ptr = head.embedding + token * head.stride_embedding
+            write_row(embedding_ptr, draft.x_in, ws.factor, row, head.norm_in, NORMED, PLAN.row)
             taps_ptr = features.taps + slot * features.stride_slot + i * features.stride_row
-            if HEAD.fused_every_level or not HEAD.has_fc:
-                write_row(taps_ptr, x_in_ptr, ws.factor, FEATURES + row, head.norm_hidden, NORMED, ROW)
-                offs_h = tl.arange(0, BLOCK)
+            if PLAN.head.fused_every_level or not PLAN.head.has_fc:
+                write_row(taps_ptr, draft.x_in, ws.factor, FEATURES + row, head.norm_hidden, NORMED, PLAN.row)
+                offs_h = tl.arange(0, PLAN.row.block)
                 feature = tl.load(taps_ptr + offs_h, mask=offs_h < HIDDEN, other=0.0).to(tl.float32)
                 tl.store(ws.hidden + row.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
             else:
@@ -295,12 +348,12 @@ def read_new_tokens(
                     taps_ptr,
                     tap_offset_1,
                     tap_offset_2,
-                    ws.x + OPERANDS.fc,
+                    ws.x + PLAN.operands.fc,
                     row,
                     ws.factor + FEATURES + row,
                     head.norm_taps,
-                    TAPS,
-                    HEAD.scaled,
+                    PLAN.taps,
+                    PLAN.head.scaled,
                 )
 
 
@@ -321,124 +374,491 @@ def record_children(ws, rank, score, token, parent, a, node, first_candidate, SE
 
 
 @triton.jit
-def write_feature(head, ws, x_in_ptr, row, HEAD: tl.constexpr, ROW: tl.constexpr, GRID: tl.constexpr):
+def write_feature(draft, row, PLAN: tl.constexpr):
     """Write a node's output as the feature of its children."""
-    source_ptr = ws.hidden + row.to(tl.int64) * HEAD.hidden
-    target = GRID.features + row
-    if HEAD.norm_output:
-        write_carried_row(source_ptr, x_in_ptr, ws.factor, target, head.norm_out, head.norm_hidden, ROW)
+    head, factor_ptr = draft.head, draft.ws.factor
+    source_ptr = draft.ws.hidden + row.to(tl.int64) * PLAN.head.hidden
+    target = PLAN.grid.features + row
+    if PLAN.head.norm_output:
+        write_carried_row(source_ptr, draft.x_in, factor_ptr, target, head.norm_out, head.norm_hidden, PLAN.row)
     else:
-        write_row(source_ptr, x_in_ptr, ws.factor, target, head.norm_hidden, not HEAD.fused_every_level, ROW)
+        is_normed: tl.constexpr = not PLAN.head.fused_every_level
+        write_row(source_ptr, draft.x_in, factor_ptr, target, head.norm_hidden, is_normed, PLAN.row)
 
 
 @triton.jit
-def pick(
-    step,
-    head,
-    ws,
-    out,
-    x_in_ptr,
-    num_active,
-    num_nodes,
-    level,
-    depth,
-    size,
-    HEAD: tl.constexpr,
-    PHASES: tl.constexpr,
-    GRID: tl.constexpr,
-):
+def choose_nodes(draft, a, level, first_candidate, PLAN: tl.constexpr):
+    """Choose the next level's nodes of the a-th sequence, or after the last level the nodes of its tree."""
+    GRID: tl.constexpr = PLAN.grid
+    step, ws = draft.step, draft.ws
+    slot = tl.load(step.active_slots + a)
+    if level.number == draft.depth:
+        newest = tl.load(step.num_new + slot) - 1
+        root = tl.load(step.new_tokens + slot.to(tl.int64) * GRID.width + newest)
+        drafted = TreeCandidates(ws.token, ws.score, ws.parent, ws.node_of, ws.chosen)
+        build_tree(candidates_of(drafted, a, PLAN.tree), root, slot, draft.out, draft.size, PLAN.tree)
+    else:
+        frontier = Frontier(ws.frontier_score, ws.frontier_candidate, ws.frontier_parent, ws.frontier_child)
+        choose_frontier(
+            ws.child_key + a * ROWS * PLAN.select.max_k,
+            level.num_nodes,
+            first_candidate,
+            level.number,
+            frontier_at(frontier, a * ROWS),
+            chain_at(ws.chain, level.number, a * ROWS, GRID.slots),
+            chain_at(ws.chain, level.number + 1, a * ROWS, GRID.slots),
+            PLAN.select,
+        )
+
+
+@triton.jit
+def gather_children(draft, rank, token, a, node, row, first_job, stride, PLAN: tl.constexpr):
+    """Write the embeddings of a node's children and, as one more job, its output as their feature.
+
+    Of the ``top_k + 1`` jobs this program does every ``stride``-th from ``first_job`` on.
+    """
+    TOP_K: tl.constexpr = PLAN.select.top_k
+    GATHER: tl.constexpr = PLAN.gather
+    NORMED: tl.constexpr = not PLAN.head.fused_every_level
+    head, ws = draft.head, draft.ws
+    if GATHER > 1:
+        for first in tl.range(first_job, TOP_K, GATHER * stride, disable_licm=True):
+            jobs = first + tl.arange(0, GATHER) * stride
+            child_token = tl.max(tl.where(rank[None, :] == jobs[:, None], token[None, :], 0), axis=1)
+            write_rows(
+                head.embedding,
+                child_token.to(tl.int64) * head.stride_embedding,
+                jobs < TOP_K,
+                draft.x_in,
+                ws.factor,
+                a * PLAN.grid.embed_rows + node * TOP_K + jobs,
+                head.norm_in,
+                NORMED,
+                PLAN.row,
+            )
+        if first_job == TOP_K % stride:
+            write_feature(draft, row, PLAN)
+    else:
+        for job in tl.range(first_job, TOP_K + 1, stride, disable_licm=True):
+            if job < TOP_K:
+                child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
+                write_row(
+                    head.embedding + child_token * head.stride_embedding,
+                    draft.x_in,
+                    ws.factor,
+                    a * PLAN.grid.embed_rows + node * TOP_K + job,
+                    head.norm_in,
+                    NORMED,
+                    PLAN.row,
+                )
+            else:
+                write_feature(draft, row, PLAN)
+
+
+@triton.jit
+def pick(draft, level, PLAN: tl.constexpr):
     """Merge each node's children, score them, choose the next frontier or build the tree, and gather embeddings.
 
     Several programs merge the same node; the first records it, the others gather its children's embeddings. The
     program that merges a sequence's last node chooses.
     """
-    SELECT: tl.constexpr = PHASES.select
-    TREE: tl.constexpr = PHASES.tree
-    ROW: tl.constexpr = PHASES.row
+    SELECT: tl.constexpr = PLAN.select
+    PROGRAMS: tl.constexpr = PLAN.grid.programs
     TOP_K: tl.constexpr = SELECT.top_k
-    MAX_K: tl.constexpr = SELECT.max_k
-    NORMED: tl.constexpr = not HEAD.fused_every_level
-    GATHER: tl.constexpr = PHASES.gather
+    ws, num_nodes = draft.ws, level.num_nodes
     pid = tl.program_id(0)
     zero = pid * 0
-    frontier = Frontier(ws.frontier_score, ws.frontier_candidate, ws.frontier_parent, ws.frontier_child)
-    last = level == depth
-    num_rows = num_active * num_nodes
-    copies = tl.where(last, 1, tl.minimum(tl.maximum(GRID.programs // num_rows, 1), TOP_K + 2))
-    first_candidate = tl.where(level == 0, 0, TOP_K + (level - 1) * TOP_K * TOP_K)
-    for index in tl.range(pid, num_rows * copies, GRID.programs, disable_licm=True):
+    last = level.number == draft.depth
+    num_rows = draft.num_active * num_nodes
+    copies = tl.where(last, 1, tl.minimum(tl.maximum(PROGRAMS // num_rows, 1), TOP_K + 2))
+    first_candidate = tl.where(level.number == 0, 0, TOP_K + (level.number - 1) * TOP_K * TOP_K)
+    for index in tl.range(pid, num_rows * copies, PROGRAMS, disable_licm=True):
         unit = index + zero
         copy = unit // num_rows
         a = (unit % num_rows) // num_nodes
-        n = (unit % num_rows) % num_nodes
-        row = n * GRID.stride + a
-        own = a * ROWS + n
+        node = (unit % num_rows) % num_nodes
+        row = node * PLAN.grid.stride + a
+        frontier_row = a * ROWS + node
         rank, value, token, lse = merge_best(
             lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT),
-            ws.owner + pid * MAX_K,
-            tl.minimum(head.draft_vocab, GRID.programs),
+            ws.owner + pid * SELECT.max_k,
+            tl.minimum(draft.head.draft_vocab, PROGRAMS),
             SELECT,
         )
         if copy == 0:
-            base = tl.load(frontier.score + own, mask=level > 0, other=0.0)
+            base = tl.load(ws.frontier_score + frontier_row, mask=level.number > 0, other=0.0)
             score = base + tl.minimum(value - lse, 0.0)
-            parent = tl.load(frontier.candidate + own, mask=level > 0, other=-1)
-            record_children(ws, rank, score, token, parent, a, n, first_candidate, SELECT, TREE)
+            parent = tl.load(ws.frontier_candidate + frontier_row, mask=level.number > 0, other=-1)
+            record_children(ws, rank, score, token, parent, a, node, first_candidate, SELECT, PLAN.tree)
             tl.debug_barrier()
             if tl.atomic_add(ws.node_arrivals + a, 1, sem="acq_rel") == num_nodes - 1:
                 tl.store(ws.node_arrivals + a, 0)
-                slot = tl.load(step.active_slots + a)
-                if last:
-                    newest = tl.load(step.num_new + slot) - 1
-                    root = tl.load(step.new_tokens + slot.to(tl.int64) * GRID.width + newest)
-                    drafted = TreeCandidates(ws.token, ws.score, ws.parent, ws.node_of, ws.chosen)
-                    build_tree(candidates_of(drafted, a, TREE), root, slot, out, size, TREE)
-                else:
-                    choose_frontier(
-                        ws.child_key + a * ROWS * MAX_K,
-                        num_nodes,
-                        first_candidate,
-                        level,
-                        frontier_at(frontier, a * ROWS),
-                        chain_at(ws.chain, level, a * ROWS, GRID.slots),
-                        chain_at(ws.chain, level + 1, a * ROWS, GRID.slots),
-                        SELECT,
-                    )
-        if ((copy > 0) | (copies == 1)) & (level < depth):
+                choose_nodes(draft, a, level, first_candidate, PLAN)
+        if ((copy > 0) | (copies == 1)) & (level.number < draft.depth):
             first_job = tl.maximum(copy - 1, 0)
-            stride = tl.maximum(copies - 1, 1)
-            if GATHER > 1:
-                for first in tl.range(first_job, TOP_K, GATHER * stride, disable_licm=True):
-                    jobs = first + tl.arange(0, GATHER) * stride
-                    child_token = tl.max(tl.where(rank[None, :] == jobs[:, None], token[None, :], 0), axis=1)
-                    write_rows(
-                        head.embedding,
-                        child_token.to(tl.int64) * head.stride_embedding,
-                        jobs < TOP_K,
-                        x_in_ptr,
-                        ws.factor,
-                        a * GRID.embed_rows + n * TOP_K + jobs,
-                        head.norm_in,
-                        NORMED,
-                        ROW,
-                    )
-                if first_job == TOP_K % stride:
-                    write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
-            else:
-                for job in tl.range(first_job, TOP_K + 1, stride, disable_licm=True):
-                    if job < TOP_K:
-                        child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
-                        write_row(
-                            head.embedding + child_token * head.stride_embedding,
-                            x_in_ptr,
-                            ws.factor,
-                            a * GRID.embed_rows + n * TOP_K + job,
-                            head.norm_in,
-                            NORMED,
-                            ROW,
-                        )
-                    else:
-                        write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
+            gather_children(draft, rank, token, a, node, row, first_job, tl.maximum(copies - 1, 1), PLAN)
+
+
+@triton.jit
+def begin(step, head, cache, ws, out, depth, total_tokens, PLAN: tl.constexpr):
+    """Read how much there is to do: returns the `Draft` of this program."""
+    STREAM: tl.constexpr = PLAN.stream
+    PROGRAMS: tl.constexpr = PLAN.grid.programs
+    BLOCK_M: tl.constexpr = PLAN.select.block_m
+    TOP_K: tl.constexpr = PLAN.select.top_k
+    pid = tl.program_id(0)
+    num_active = tl.load(step.active_count)
+    stream = head.stream + pid.to(tl.int64) * STREAM.size
+    scales = head.scales + pid * STREAM.num_scales
+    first_list = pid.to(tl.int64) * BLOCK_M
+    offs_m = tl.arange(0, BLOCK_M)
+    seq = offs_m % PLAN.grid.stride
+    node = offs_m // PLAN.grid.stride
+    in_use = seq < num_active
+    slot = tl.load(step.active_slots + seq, mask=in_use, other=0)
+    num_new = tl.load(step.num_new + slot, mask=in_use, other=0)
+    prefix = tl.load(step.prefix + slot, mask=in_use, other=0)
+    rows = Rows(seq, slot, prefix, num_new)
+    max_new = tl.maximum(tl.max(num_new, axis=0), 1)
+    num_rows = (head.draft_vocab - pid + PROGRAMS - 1) // PROGRAMS
+    x_in = ws.x + PLAN.operands.inputs
+    if PLAN.head.raw_input:
+        x_in = ws.x_raw
+    size = TreeSize(TOP_K + depth * TOP_K * TOP_K, total_tokens, depth + 2)
+    return Draft(
+        step,
+        head,
+        cache,
+        ws,
+        out,
+        x_in,
+        num_active,
+        depth,
+        size,
+        stream,
+        scales,
+        first_list,
+        num_rows,
+        rows,
+        offs_m.to(tl.int64),
+        node,
+        in_use,
+        max_new,
+    )
+
+
+@triton.jit
+def rows_of_level(draft, number, PLAN: tl.constexpr):
+    """Find where the rows of a level come from: returns its `Level`."""
+    STRIDE: tl.constexpr = PLAN.grid.stride
+    HIDDEN: tl.constexpr = PLAN.head.hidden
+    TOP_K: tl.constexpr = PLAN.select.top_k
+    ws, seq, node = draft.ws, draft.rows.seq, draft.node
+    offs_m = tl.arange(0, PLAN.select.block_m)
+    is_extend = number == 0
+    num_nodes = tl.where(is_extend, 1, TOP_K)
+    # Where there are several passes, reading rows after a sequence's new tokens costs less than masks for each.
+    num_in = ROWS if PLAN.has_repeats else draft.rows.num_new
+    mask_in = draft.in_use & (node < tl.where(is_extend, num_in, TOP_K))
+    mask = draft.in_use & (node < num_nodes)
+    known = mask & (number + offs_m * 0 > 0)
+    parent = tl.load(ws.frontier_parent + seq * ROWS + node, mask=known, other=0)
+    child = tl.load(ws.frontier_child + seq * ROWS + node, mask=known, other=0)
+    parent_row = parent * STRIDE + seq
+    embed_row = seq * PLAN.grid.embed_rows + parent * TOP_K + child
+    embed_row = tl.where(is_extend, offs_m, embed_row).to(tl.int64) * HIDDEN
+    hidden_row = (PLAN.grid.features + tl.where(is_extend, offs_m, parent_row)).to(tl.int64) * HIDDEN
+    return Level(number, is_extend, num_nodes, mask_in, mask, parent_row, embed_row, hidden_row)
+
+
+@triton.jit
+def fused_operand(draft, level, PLAN: tl.constexpr):
+    """Return where fc leaves its result as an operand, and the factors that raw features are multiplied by."""
+    factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
+    # Rows of the extend pass each have a feature of their own.
+    if PLAN.head.raw_input:
+        source = PLAN.grid.features + tl.where(level.is_extend, tl.arange(0, PLAN.select.block_m), level.parent_row)
+        factor = tl.load(draft.ws.factor + source, mask=level.mask_in, other=1.0)
+    return NextOperand(draft.ws.x + PLAN.operands.fc, factor)
+
+
+@triton.jit
+def fuse_raw(draft, level, fused, round, PLAN: tl.constexpr):
+    """Multiply by fc where embeddings and features stay as they are; returns the number of the barrier."""
+    HEAD: tl.constexpr = PLAN.head
+    split: tl.constexpr = PLAN.stream.split.fc
+    ws = draft.ws
+    sums = PartialSums(ws.partial, split, PLAN.stream.group_rows.fc)
+    segment: tl.constexpr = HEAD.hidden // PLAN.layer_chunk
+    raw = Operand(ws.x_raw, level.embed_row, level.hidden_row, level.mask_in, segment, HEAD.hidden)
+    num_chunks: tl.constexpr = HEAD.fc_in // PLAN.layer_chunk
+    multiply_splits(raw, draft.stream, sums, num_chunks, PLAN.grid.programs, PLAN.layer_chunk, PLAN.layer)
+    if split > 1:
+        round = next_phase(ws.barrier, round, PLAN.grid.programs)
+    else:
+        tl.debug_barrier()
+    finish_rows(
+        sums,
+        level.mask_in,
+        tl.full([PLAN.select.block_m], 1.0, tl.float32),
+        draft.scales,
+        draft.head.biases + HEAD.biases.fc,
+        ws.hidden,
+        fused,
+        PLAN.sum_hidden,
+        HEAD.scaled,
+        HEAD.has_fc_bias,
+        True,
+    )
+    return next_phase(ws.barrier, round, PLAN.grid.programs)
+
+
+@triton.jit
+def multiply(draft, level, which, first, round, PLAN: tl.constexpr):
+    """Multiply rows from ``first`` on by projection ``which``: returns `PartialSums`, and the number of the barrier."""
+    HEAD: tl.constexpr = PLAN.head
+    FUSED: tl.constexpr = HEAD.fused_every_level
+    STREAM: tl.constexpr = PLAN.stream
+    OPERANDS: tl.constexpr = PLAN.operands
+    # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
+    pairs = which == (FC_PASS if FUSED else QKV_PASS)
+    x_start = select(
+        which,
+        OPERANDS.inputs if FUSED else OPERANDS.fc,
+        OPERANDS.fc if FUSED else OPERANDS.inputs,
+        OPERANDS.attention,
+        OPERANDS.mlp,
+    )
+    row_size = select(which, HEAD.hidden if FUSED else HEAD.fc_in, HEAD.hidden, HEAD.attention, HEAD.intermediate)
+    in_features = select(which, HEAD.fc_in, HEAD.qkv_in, HEAD.attention, HEAD.intermediate)
+    split = select(which, STREAM.split.fc, STREAM.split.qkv, STREAM.split.o, STREAM.split.down)
+    group_rows = select(which, STREAM.group_rows.fc, STREAM.group_rows.qkv, STREAM.group_rows.o, STREAM.group_rows.down)
+    sums = PartialSums(draft.ws.partial, split, group_rows)
+    operand_row = tl.where(pairs, level.embed_row, draft.row * row_size)
+    operand_mask = tl.where(which <= QKV_PASS, level.mask_in, level.mask)
+    region = draft.stream + select(which, 0, STREAM.offsets.qkv, STREAM.offsets.o, STREAM.offsets.down)
+    num_chunks = in_features // PLAN.layer_chunk
+    segment = tl.where(pairs, HEAD.hidden // PLAN.layer_chunk, in_features)
+    x_ptr = draft.ws.x + x_start + first * row_size * (2 if HEAD.scaled else 1)
+    operand = Operand(x_ptr, operand_row, level.hidden_row, operand_mask, segment, row_size)
+    multiply_splits(operand, region, sums, num_chunks, PLAN.grid.programs, PLAN.layer_chunk, PLAN.layer)
+    if split > 1:
+        round = next_phase(draft.ws.barrier, round, PLAN.grid.programs)
+    else:
+        tl.debug_barrier()  # the sums are the program's own
+    return sums, round
+
+
+@triton.jit
+def finish_fc(draft, level, sums, first, is_last, fused, round, PLAN: tl.constexpr):
+    """Add up fc; EAGLE-3's features are normalised behind a barrier. Returns the number of the barrier."""
+    HEAD: tl.constexpr = PLAN.head
+    ws = draft.ws
+    factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
+    if HEAD.scaled:
+        row = PLAN.grid.features + first + tl.arange(0, PLAN.select.block_m)
+        factor = tl.load(ws.factor + row, mask=level.mask_in, other=0.0)
+    finish_rows(
+        sums,
+        level.mask_in,
+        factor,
+        draft.scales,
+        draft.head.biases + HEAD.biases.fc,
+        ws.hidden + first * HEAD.hidden,
+        NextOperand(fused.ptr + first * HEAD.hidden, fused.factor),
+        PLAN.sum_hidden,
+        HEAD.scaled,
+        HEAD.has_fc_bias,
+        HEAD.fused_every_level,
+    )
+    if not HEAD.fused_every_level:  # noqa: SIM102 - this one is decided by the compiler
+        if is_last:
+            round = next_phase(ws.barrier, round, PLAN.grid.programs)
+            norm_features(draft, PLAN)
+    return round
+
+
+@triton.jit
+def finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN: tl.constexpr):
+    """Add up q, k and v, and attend once all rows are there. Returns the number of the barrier."""
+    PROGRAMS: tl.constexpr = PLAN.grid.programs
+    ws, head = draft.ws, draft.head
+    finish_rows(
+        sums,
+        level.mask_in,
+        1.0 / fused.factor,
+        draft.scales + PLAN.stream.scales.qkv,
+        head.biases + PLAN.head.biases.qkv,
+        ws.qkv + first * PLAN.sum_qkv.features,
+        fused,
+        PLAN.sum_qkv,
+        PLAN.head.scaled,
+        PLAN.head.has_qkv_bias,
+        False,
+    )
+    if is_last:
+        round = next_phase(ws.barrier, round, PROGRAMS)
+        splits = AttentionSplits(ws.split_stat, ws.split_acc)
+        attend(
+            ws.qkv,
+            head.norm_heads,
+            draft.cache,
+            Rope(head.cos, head.sin),
+            ws.chain,
+            splits,
+            draft.rows,
+            draft.num_active,
+            level.number,
+            PROGRAMS,
+            PLAN.attention,
+        )
+        round = next_phase(ws.barrier, round, PROGRAMS)
+        out_ptr = ws.x + PLAN.operands.attention
+        merge_heads(splits, out_ptr, draft.rows, draft.num_active, level.num_nodes, PROGRAMS, PLAN.attention)
+    return round
+
+
+@triton.jit
+def residual_factor(draft, level, PLAN: tl.constexpr):
+    """Load RMSNorm's factor of the feature that each node came from: fp32 [BLOCK_M]."""
+    factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
+    if PLAN.head.scaled or PLAN.head.norm_before_residual:
+        newest = (draft.rows.num_new - 1) * PLAN.grid.stride + draft.rows.seq
+        origin = PLAN.grid.features + tl.where(level.is_extend, newest, level.parent_row)
+        factor = tl.load(draft.ws.factor + origin, mask=level.mask, other=1.0)
+    return factor
+
+
+@triton.jit
+def finish_o(draft, level, sums, factor, x_scale, round, PLAN: tl.constexpr):
+    """Add up o and the residual; then gate, up and the activation. Returns the number of the barrier."""
+    HEAD: tl.constexpr = PLAN.head
+    ws, head = draft.ws, draft.head
+    newest = (draft.rows.num_new - 1) * PLAN.grid.stride + draft.rows.seq
+    offs_m = tl.arange(0, PLAN.select.block_m)
+    source = tl.where(level.is_extend, newest, offs_m if HEAD.fused_every_level else level.parent_row)
+    finish_residual(
+        sums,
+        level.mask,
+        draft.scales + PLAN.stream.scales.o,
+        head.biases + HEAD.biases.o,
+        Residual(ws.hidden, source, factor, head.norm_hidden),
+        ws.middle,
+        head.norm_post,
+        NextOperand(ws.x + PLAN.operands.post, x_scale),
+        ws.squares_post,
+        PLAN.sum_hidden,
+        HEAD.scaled,
+        HEAD.has_o_bias,
+        True,
+        HEAD.norm_before_residual,
+    )
+    round = next_phase(ws.barrier, round, PLAN.grid.programs)
+    gated_mlp(
+        ws.x + PLAN.operands.post,
+        norm_factor(ws.squares_post, level.mask, PLAN.grid.programs, PLAN.row) / x_scale,
+        level.mask,
+        draft.stream + PLAN.stream.offsets.mlp,
+        draft.scales + PLAN.stream.scales.mlp,
+        head.biases + HEAD.biases.mlp,
+        ws.x + PLAN.operands.mlp,
+        PLAN.mlp,
+        PLAN.mlp_tile,
+    )
+    return round
+
+
+@triton.jit
+def finish_down(draft, level, sums, x_scale, PLAN: tl.constexpr):
+    """Add up down and the residual: the output of each node."""
+    HEAD: tl.constexpr = PLAN.head
+    BLOCK_M: tl.constexpr = PLAN.select.block_m
+    ws, head = draft.ws, draft.head
+    finish_residual(
+        sums,
+        level.mask,
+        draft.scales + PLAN.stream.scales.down,
+        head.biases + HEAD.biases.down,
+        Residual(ws.middle, tl.arange(0, BLOCK_M), tl.full([BLOCK_M], 1.0, tl.float32), head.norm_post),
+        ws.hidden,
+        head.norm_out,
+        NextOperand(ws.x + PLAN.operands.head, x_scale),
+        ws.squares_out,
+        PLAN.sum_hidden,
+        HEAD.scaled,
+        HEAD.has_mlp_bias,
+        not HEAD.fused_every_level,
+        False,
+    )
+
+
+@triton.jit
+def rank_rows(draft, level, x_scale, PLAN: tl.constexpr):
+    """Multiply each node's output by this program's rows of the LM head, and keep the best of them."""
+    STREAM: tl.constexpr = PLAN.stream
+    ws, head = draft.ws, draft.head
+    factor = 1.0
+    if not PLAN.head.fused_every_level:
+        factor = norm_factor(ws.squares_out, level.mask, PLAN.grid.programs, PLAN.row)
+    nodes = Nodes(draft.num_active, level.num_nodes)
+    scratch = ws.scratch + draft.first_list * PLAN.lm_head.tile.block_n
+    rows = ProgramRows(
+        draft.stream + STREAM.offsets.head,
+        draft.scales + STREAM.scales.head,
+        head.row_ids + tl.program_id(0) * STREAM.rows.head,
+        draft.num_rows,
+    )
+    lists = lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), draft.first_list, PLAN.select)
+    x_row = draft.row * PLAN.head.hidden
+    x_ptr = ws.x + PLAN.operands.head
+    stream_topk(x_ptr, factor / x_scale, x_row, level.mask, nodes, rows, scratch, lists, PLAN.select, PLAN.lm_head)
+
+
+@triton.jit
+def draft_level(draft, number, round, PLAN: tl.constexpr):
+    """Run one level of the tree up to its children; returns the number of the barrier."""
+    PROGRAMS: tl.constexpr = PLAN.grid.programs
+    HEAD: tl.constexpr = PLAN.head
+    level = rows_of_level(draft, number, PLAN)
+    # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from,
+    # which the extend pass knows only after `norm_features`.
+    x_scale = tl.full([PLAN.select.block_m], 1.0, tl.float32)
+    fused = fused_operand(draft, level, PLAN)
+    if HEAD.raw_input:
+        round = fuse_raw(draft, level, fused, round, PLAN)
+    first_pass = tl.where(level.is_extend, FC_PASS if HEAD.fc_in_loop else QKV_PASS, QKV_PASS)
+    if HEAD.fused_every_level and HEAD.fc_in_loop:
+        first_pass = tl.program_id(0) * 0 + FC_PASS
+    repeats = 1  # of fc and of qkv, each time over further new tokens
+    if PLAN.has_repeats:
+        repeats = tl.where(level.is_extend, tl.cdiv(draft.max_new * PLAN.grid.stride, PLAN.select.block_m), 1)
+    for index in tl.range(first_pass * repeats, 2 * repeats + 2, disable_licm=True):
+        which = index + tl.program_id(0) * 0
+        first = 0  # row of this pass
+        is_last = True
+        if PLAN.has_repeats:
+            is_repeated = index < 2 * repeats
+            which = tl.where(is_repeated, index // repeats, index - 2 * repeats + 2)
+            first = tl.where(is_repeated, index % repeats, 0) * PLAN.select.block_m
+            is_last = index % repeats == repeats - 1
+        sums, round = multiply(draft, level, which, first, round, PLAN)
+        if HEAD.fc_in_loop:  # noqa: SIM102 - this one is decided by the compiler
+            if which == FC_PASS:
+                round = finish_fc(draft, level, sums, first, is_last, fused, round, PLAN)
+        if which == QKV_PASS:
+            round = finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN)
+        elif which == O_PASS:
+            factor = residual_factor(draft, level, PLAN)
+            if HEAD.scales_residual:
+                x_scale = factor
+            round = finish_o(draft, level, sums, factor, x_scale, round, PLAN)
+        elif which == DOWN_PASS:
+            finish_down(draft, level, sums, x_scale, PLAN)
+        round = next_phase(draft.ws.barrier, round, PROGRAMS)
+    rank_rows(draft, level, x_scale, PLAN)
+    round = next_phase(draft.ws.barrier, round, PROGRAMS)
+    pick(draft, level, PLAN)
+    return round
 
 
 # Separate taps lie anywhere, and trees change between steps: neither must make another kernel.
@@ -447,326 +867,37 @@ def draft_kernel(
     features,  # `Features`
     tap_offset_1: tl.int64,  # where the second and third tap begin, in values from the first
     tap_offset_2: tl.int64,
-    depth,  # of the trees of this launch, and their nodes: at most those of `TreeShape`
+    depth,  # of the trees of this launch, and their nodes: at most those of `TreeBounds`
     total_tokens,
     step,  # `StepInputs`
     head,  # `HeadTensors`
-    cache,  # `KVCache`
+    cache,  # `DraftCache`
     ws,  # `Workspace`
     out,  # `TreeOutputs`
-    tails,  # `TailRows`, or None
-    HEAD: tl.constexpr,  # `HeadShape`
-    PHASES: tl.constexpr,  # `Phases`
-    STREAM: tl.constexpr,  # `StreamLayout`
-    OPERANDS: tl.constexpr,  # `OperandLayout`
-    GRID: tl.constexpr,  # `Grid`
+    PLAN: tl.constexpr,  # `DraftPlan`
 ):
     """Draft; see the module docstring. All bounds are fixed by the constants, all counts are read on the device."""
-    PROGRAMS: tl.constexpr = GRID.programs
-    FEATURES: tl.constexpr = GRID.features
-    EMBED_ROWS: tl.constexpr = GRID.embed_rows
-    HIDDEN: tl.constexpr = HEAD.hidden
-    SCALED: tl.constexpr = HEAD.scaled
-    FUSED: tl.constexpr = HEAD.fused_every_level
-    FC_IN: tl.constexpr = HEAD.fc_in
-    STRIDE: tl.constexpr = GRID.stride
-    ATTENTION: tl.constexpr = PHASES.attention
-    SELECT: tl.constexpr = PHASES.select
-    LM_HEAD: tl.constexpr = PHASES.head
-    TAIL: tl.constexpr = PHASES.tail
-    TAIL_UNITS: tl.constexpr = PHASES.tail_units
-    MLP: tl.constexpr = PHASES.mlp
-    MLP_TILE: tl.constexpr = PHASES.mlp_tile
-    TREE: tl.constexpr = PHASES.tree
-    ROW: tl.constexpr = PHASES.row
-    LAYER: tl.constexpr = PHASES.layer
-    CHUNK: tl.constexpr = PHASES.layer_chunk
-    SUM_HIDDEN: tl.constexpr = PHASES.sum_hidden
-    SUM_QKV: tl.constexpr = PHASES.sum_qkv
-    BLOCK_M: tl.constexpr = SELECT.block_m
-    TOP_K: tl.constexpr = SELECT.top_k
+    PROGRAMS: tl.constexpr = PLAN.grid.programs
     pid = tl.program_id(0)
-    num_active = tl.load(step.active_count)
-    my_stream = head.stream + pid.to(tl.int64) * STREAM.size
-    my_scale = head.scales + pid * STREAM.num_scales
-    my_lists = pid.to(tl.int64) * BLOCK_M
-    offs_m = tl.arange(0, BLOCK_M)
-    seq = offs_m % STRIDE
-    node = offs_m // STRIDE
-    in_use = seq < num_active
-    row_slot = tl.load(step.active_slots + seq, mask=in_use, other=0)
-    row_new = tl.load(step.num_new + row_slot, mask=in_use, other=0)
-    row_prefix = tl.load(step.prefix + row_slot, mask=in_use, other=0)
-    rows = Rows(seq, row_slot, row_prefix, row_new)
-    most_new = tl.maximum(tl.max(row_new, axis=0), 1)
-    own_row = offs_m.to(tl.int64)
-    ones = tl.full([BLOCK_M], 1.0, tl.float32)
-    my_vocab = (head.draft_vocab - pid + PROGRAMS - 1) // PROGRAMS
     zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
+    draft = begin(step, head, cache, ws, out, depth, total_tokens, PLAN)
     round = 0
-    x_in_ptr = ws.x + OPERANDS.inputs
-    if HEAD.raw_input:
-        x_in_ptr = ws.x_raw
-    rope = Rope(head.cos, head.sin)
-    unit_parts = AttentionParts(ws.part_stat, ws.part_acc)
-    lists = Lists(ws.best_key, ws.best_max, ws.best_sum)
-    size = TreeSize(TOP_K + depth * TOP_K * TOP_K, total_tokens, depth + 2)
-
-    for index in range(PROGRAMS + pid, GRID.lists, PROGRAMS):
-        clear_lists(ws.best_key + index * BLOCK_M * SELECT.max_k, SELECT)
-    for index in tl.range(pid, GRID.slots, PROGRAMS, disable_licm=True):
+    for index in range(PROGRAMS + pid, PLAN.grid.lists, PROGRAMS):
+        clear_lists(ws.best_key + index * PLAN.select.block_m * PLAN.select.max_k, PLAN.select)
+    for index in tl.range(pid, PLAN.grid.slots, PROGRAMS, disable_licm=True):
         slot = index + zero
         if tl.load(step.active_inverse + slot) < 0:
-            blank_tree(slot, out, size, TREE)
-    read_new_tokens(
-        features, tap_offset_1, tap_offset_2, step, head, ws, x_in_ptr, num_active, HEAD, PHASES, OPERANDS, GRID
-    )
+            blank_tree(slot, out, draft.size, PLAN.tree)
+    read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN)
     round = next_phase(ws.barrier, round, PROGRAMS)
-
-    for step_index in tl.range(0, depth + 1, disable_licm=True):
-        level = step_index + zero
-        extend = level == 0
-        num_nodes = tl.where(extend, 1, TOP_K)
-        # Where there are several passes, reading rows after a sequence's new tokens costs less than masks for each.
-        num_in = row_new if BLOCK_M == ROWS * STRIDE else ROWS
-        mask_in = in_use & (node < tl.where(extend, num_in, TOP_K))
-        mask_m = in_use & (node < num_nodes)
-        known = mask_m & (level + offs_m * 0 > 0)
-        parent = tl.load(ws.frontier_parent + seq * ROWS + node, mask=known, other=0)
-        child = tl.load(ws.frontier_child + seq * ROWS + node, mask=known, other=0)
-        parent_row = parent * STRIDE + seq
-        embed_row = tl.where(extend, offs_m, seq * EMBED_ROWS + parent * TOP_K + child).to(tl.int64) * HIDDEN
-        hidden_row = (FEATURES + tl.where(extend, offs_m, parent_row)).to(tl.int64) * HIDDEN
-        # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from,
-        # which the extend pass knows only after `norm_features`.
-        x_scale = ones
-
-        # Rows of the extend pass each have a feature of their own.
-        fused_scale = ones
-        if HEAD.raw_input:
-            source = FEATURES + tl.where(extend, offs_m, parent_row)
-            fused_scale = tl.load(ws.factor + source, mask=mask_in, other=1.0)
-        fused = NextOperand(ws.x + OPERANDS.fc, fused_scale)
-
-        if HEAD.raw_input:
-            raw_parts = Parts(ws.partial, STREAM.split.fc, STREAM.group_rows.fc)
-            raw = Operand(ws.x_raw, embed_row, hidden_row, mask_in, HIDDEN // CHUNK, HIDDEN)
-            stream_parts(raw, my_stream, raw_parts, FC_IN // CHUNK, PROGRAMS, CHUNK, LAYER)
-            if STREAM.split.fc > 1:
-                round = next_phase(ws.barrier, round, PROGRAMS)
-            else:
-                tl.debug_barrier()
-            finish_rows(
-                raw_parts,
-                mask_in,
-                ones,
-                my_scale,
-                head.biases + HEAD.biases.fc,
-                ws.hidden,
-                fused,
-                SUM_HIDDEN,
-                SCALED,
-                HEAD.has_fc_bias,
-                True,
-            )
-            round = next_phase(ws.barrier, round, PROGRAMS)
-
-        first_pass = tl.where(extend, FC_PASS if HEAD.fc_in_loop else QKV_PASS, QKV_PASS)
-        if FUSED and HEAD.fc_in_loop:
-            first_pass = zero + FC_PASS
-        repeats = 1  # of fc and of qkv, each time over further new tokens
-        if BLOCK_M < ROWS * STRIDE:
-            repeats = tl.where(extend, tl.cdiv(most_new * STRIDE, BLOCK_M), 1)
-        for index in tl.range(first_pass * repeats, 2 * repeats + 2, disable_licm=True):
-            which = index + zero
-            first = 0  # row of this pass
-            is_last = True
-            if BLOCK_M < ROWS * STRIDE:
-                is_repeated = index < 2 * repeats
-                which = tl.where(is_repeated, index // repeats, index - 2 * repeats + 2)
-                first = tl.where(is_repeated, index % repeats, 0) * BLOCK_M
-                is_last = index % repeats == repeats - 1
-            # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
-            pairs = which == (FC_PASS if FUSED else QKV_PASS)
-            x_start = select(
-                which,
-                OPERANDS.inputs if FUSED else OPERANDS.fc,
-                OPERANDS.fc if FUSED else OPERANDS.inputs,
-                OPERANDS.attention,
-                OPERANDS.mlp,
-            )
-            row_size = select(which, HIDDEN if FUSED else FC_IN, HIDDEN, HEAD.attention, HEAD.intermediate)
-            in_features = select(which, FC_IN, HEAD.qkv_in, HEAD.attention, HEAD.intermediate)
-            split = select(which, STREAM.split.fc, STREAM.split.qkv, STREAM.split.o, STREAM.split.down)
-            group_rows = select(
-                which, STREAM.group_rows.fc, STREAM.group_rows.qkv, STREAM.group_rows.o, STREAM.group_rows.down
-            )
-            parts = Parts(ws.partial, split, group_rows)
-            operand_row = tl.where(pairs, embed_row, own_row * row_size)
-            operand_mask = tl.where(which <= QKV_PASS, mask_in, mask_m)
-            region = my_stream + select(which, 0, STREAM.offsets.qkv, STREAM.offsets.o, STREAM.offsets.down)
-            num_chunks = in_features // CHUNK
-            segment = tl.where(pairs, HIDDEN // CHUNK, in_features)
-            x_ptr = ws.x + x_start + first * row_size * (2 if SCALED else 1)
-            operand = Operand(x_ptr, operand_row, hidden_row, operand_mask, segment, row_size)
-            stream_parts(operand, region, parts, num_chunks, PROGRAMS, CHUNK, LAYER)
-            if split > 1:
-                round = next_phase(ws.barrier, round, PROGRAMS)
-            else:
-                tl.debug_barrier()  # the sums are the program's own
-
-            if HEAD.fc_in_loop:  # noqa: SIM102 - this one is decided by the compiler
-                if which == FC_PASS:
-                    row_factor = ones
-                    if SCALED:
-                        row_factor = tl.load(ws.factor + FEATURES + first + offs_m, mask=mask_in, other=0.0)
-                    finish_rows(
-                        parts,
-                        mask_in,
-                        row_factor,
-                        my_scale,
-                        head.biases + HEAD.biases.fc,
-                        ws.hidden + first * HIDDEN,
-                        NextOperand(fused.ptr + first * HIDDEN, fused_scale),
-                        SUM_HIDDEN,
-                        SCALED,
-                        HEAD.has_fc_bias,
-                        FUSED,
-                    )
-                    if not FUSED:  # noqa: SIM102 - this one is decided by the compiler
-                        if is_last:
-                            round = next_phase(ws.barrier, round, PROGRAMS)
-                            norm_features(ws.hidden, x_in_ptr, ws.factor, head.norm_hidden, step, num_active, ROW, GRID)
-            if which == QKV_PASS:
-                finish_rows(
-                    parts,
-                    mask_in,
-                    1.0 / fused_scale,
-                    my_scale + STREAM.scales.qkv,
-                    head.biases + HEAD.biases.qkv,
-                    ws.qkv + first * SUM_QKV.features,
-                    fused,
-                    SUM_QKV,
-                    SCALED,
-                    HEAD.has_qkv_bias,
-                    False,
-                )
-                if is_last:
-                    round = next_phase(ws.barrier, round, PROGRAMS)
-                    attend(
-                        ws.qkv,
-                        head.norm_heads,
-                        cache,
-                        rope,
-                        ws.chain,
-                        unit_parts,
-                        rows,
-                        num_active,
-                        level,
-                        PROGRAMS,
-                        ATTENTION,
-                    )
-                    round = next_phase(ws.barrier, round, PROGRAMS)
-                    merge_heads(unit_parts, ws.x + OPERANDS.attention, rows, num_active, num_nodes, PROGRAMS, ATTENTION)
-            elif which == O_PASS:
-                feature_factor = ones
-                if SCALED or HEAD.norm_before_residual:
-                    origin = FEATURES + tl.where(extend, (row_new - 1) * STRIDE + seq, parent_row)
-                    feature_factor = tl.load(ws.factor + origin, mask=mask_m, other=1.0)
-                # A normalised residual is of order one already.
-                if SCALED and not HEAD.norm_before_residual:
-                    x_scale = feature_factor
-                source = tl.where(extend, (row_new - 1) * STRIDE + seq, offs_m if FUSED else parent_row)
-                finish_residual(
-                    parts,
-                    mask_m,
-                    my_scale + STREAM.scales.o,
-                    head.biases + HEAD.biases.o,
-                    Residual(ws.hidden, source, feature_factor, head.norm_hidden),
-                    ws.middle,
-                    head.norm_post,
-                    NextOperand(ws.x + OPERANDS.post, x_scale),
-                    ws.squares_post,
-                    SUM_HIDDEN,
-                    SCALED,
-                    HEAD.has_o_bias,
-                    True,
-                    HEAD.norm_before_residual,
-                )
-                round = next_phase(ws.barrier, round, PROGRAMS)
-                factor = norm_factor(ws.squares_post, mask_m, PROGRAMS, ROW) / x_scale
-                gated_mlp(
-                    ws.x + OPERANDS.post,
-                    factor,
-                    mask_m,
-                    my_stream + STREAM.offsets.mlp,
-                    my_scale + STREAM.scales.mlp,
-                    head.biases + HEAD.biases.mlp,
-                    ws.x + OPERANDS.mlp,
-                    MLP,
-                    MLP_TILE,
-                )
-            elif which == DOWN_PASS:
-                finish_residual(
-                    parts,
-                    mask_m,
-                    my_scale + STREAM.scales.down,
-                    head.biases + HEAD.biases.down,
-                    Residual(ws.middle, offs_m, ones, head.norm_post),
-                    ws.hidden,
-                    head.norm_out,
-                    NextOperand(ws.x + OPERANDS.head, x_scale),
-                    ws.squares_out,
-                    SUM_HIDDEN,
-                    SCALED,
-                    HEAD.has_mlp_bias,
-                    not FUSED,
-                    False,
-                )
-            round = next_phase(ws.barrier, round, PROGRAMS)
-
-        factor = (1.0 if FUSED else norm_factor(ws.squares_out, mask_m, PROGRAMS, ROW)) / x_scale
-        nodes = Nodes(num_active, num_nodes)
-        my_scratch = ws.scratch + my_lists * LM_HEAD.tile.block_n
-        my_head = HeadRows(
-            my_stream + STREAM.offsets.head,
-            my_scale + STREAM.scales.head,
-            head.row_ids + pid * STREAM.rows.head,
-            my_vocab,
-        )
-        stream_topk(
-            ws.x + OPERANDS.head,
-            factor,
-            own_row * HIDDEN,
-            mask_m,
-            nodes,
-            my_head,
-            my_scratch,
-            lists_at(lists, my_lists, SELECT),
-            SELECT,
-            LM_HEAD,
-        )
-        if TAIL_UNITS > 0:
-            stream_tails(
-                ws.x + OPERANDS.head,
-                factor,
-                step.active_slots,
-                nodes,
-                tails,
-                tl.minimum(head.draft_vocab, PROGRAMS),
-                my_scratch,
-                lists_at(lists, my_lists, SELECT),
-                SELECT,
-                TAIL,
-                TAIL_UNITS,
-            )
-        round = next_phase(ws.barrier, round, PROGRAMS)
-        pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, depth, size, HEAD, PHASES, GRID)
-        if level < depth:
+    for index in tl.range(0, depth + 1, disable_licm=True):
+        number = index + zero
+        round = draft_level(draft, number, round, PLAN)
+        if number < depth:
             round = next_phase(ws.barrier, round, PROGRAMS)
     leave_grid(ws.barrier, PROGRAMS)
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as ``TRITON_INTERPRET=1`` has it when they are imported."""
+    """Tell if kernels run in Triton's interpreter, as ``TRITON_INTERPRET=1`` has it when they are imported."""
     return not isinstance(draft_kernel, triton.JITFunction)

@@ -2,11 +2,11 @@
 
 A program that owned whole rows would read all of the operand for few rows of weights: with 132 programs, 31 rows of
 8 KB against 10 nodes of 8 KB, through an L2 that is hardly faster than the memory. So ``split`` programs form a group
-that owns ``group_rows`` rows, and each of them multiplies its share of the columns::
+that owns ``group_rows`` rows, and each of them multiplies its split of the columns::
 
-    partial sums: [groups] [split] [group_rows] [BLOCK_M]   fp32, in the L2
+    partial sums: [groups] [splits] [group_rows] [BLOCK_M]   fp32, in the L2
 
-After a barrier each program adds up its own block of rows, part by part in a fixed order, so results do not depend
+After a barrier each program adds up its own block of rows, split by split in a fixed order, so results do not depend
 on timing. A group of one needs no barrier over the grid: its rows are the block that it adds up.
 """
 
@@ -19,18 +19,18 @@ import triton.language as tl
 from .weight_stream import hidden_zero, store_activation, stream_matmul
 
 
-class Parts(NamedTuple):
+class PartialSums(NamedTuple):
     """The partial sums of one projection."""
 
-    sums: Any
-    """fp32 [groups, split, group_rows, BLOCK_M]."""
-    split: Any
+    ptr: Any
+    """fp32 [groups, splits, group_rows, BLOCK_M]."""
+    num_splits: Any
     """Programs to a group."""
     group_rows: Any
 
 
 class Residual(NamedTuple):
-    """What a product is added to."""
+    """Rows that a product is added to."""
 
     rows: Any
     """fp32 [rows, features]."""
@@ -44,7 +44,7 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasLayout:
-    """Where the bias of each matrix begins; ``mlp`` is gate's, then up's."""
+    """Offsets of the biases; ``mlp`` is gate's, then up's."""
 
     fc: int
     qkv: int
@@ -54,8 +54,8 @@ class BiasLayout:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What each program adds up of a projection."""
+class ProgramOutputs:
+    """Outputs of a projection that each program adds up."""
 
     features: int
     """Outputs of the projection, of all programs."""
@@ -66,30 +66,30 @@ class Share:
 
 
 @triton.jit
-def stream_parts(
+def multiply_splits(
     x,  # `weight_stream.Operand`
     region_ptr,  # this program's region: its units one after the other
-    parts,  # `Parts`
-    num_chunks,  # stored chunks of all parts together
+    sums,  # `PartialSums`
+    num_chunks,  # stored chunks of all splits together
     PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr,  # columns of a stored chunk
     TILE: tl.constexpr,  # `weight_stream.Tile`
 ):
-    """Multiply this program's share and leave its partial sums. Fewer programs than parts do several in turn."""
+    """Multiply this program's splits and leave their partial sums: several in turn where there are fewer programs."""
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_M: tl.constexpr = x.mask.shape[0]
-    split = parts.split
-    group_rows = parts.group_rows
+    num_splits = sums.num_splits
+    group_rows = sums.group_rows
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
     offs_m = tl.arange(0, BLOCK_M) + zero
-    num_units = tl.maximum(PROGRAMS // split, 1) * split
-    part_chunks = (num_chunks + split - 1) // split
+    num_units = tl.maximum(PROGRAMS // num_splits, 1) * num_splits
+    split_chunks = (num_chunks + num_splits - 1) // num_splits
     for index in tl.range(tl.program_id(0), num_units, PROGRAMS, disable_licm=True):
         unit = index + zero
-        part = unit % split
-        first_chunk = part * num_chunks // split
-        unit_ptr = region_ptr + unit // PROGRAMS * part_chunks * group_rows * CHUNK
+        split = unit % num_splits
+        first_chunk = split * num_chunks // num_splits
+        unit_ptr = region_ptr + unit // PROGRAMS * split_chunks * group_rows * CHUNK
         for n0 in tl.range(0, group_rows, BLOCK_N, disable_licm=True):
             acc = stream_matmul(
                 x,
@@ -97,49 +97,49 @@ def stream_parts(
                 group_rows - n0,
                 group_rows * CHUNK,
                 first_chunk,
-                (part + 1) * num_chunks // split - first_chunk,
+                (split + 1) * num_chunks // num_splits - first_chunk,
                 True,
                 CHUNK,
                 TILE,
             )
             row = unit * group_rows + n0 + offs_n
             mask = (n0 + offs_n < group_rows)[:, None] & x.mask[None, :]
-            tl.store(parts.sums + row[:, None] * BLOCK_M + offs_m[None, :], acc, mask=mask)
+            tl.store(sums.ptr + row[:, None] * BLOCK_M + offs_m[None, :], acc, mask=mask)
 
 
 @triton.jit
-def sum_parts(parts, feature, offs_m, mask):
-    """fp32 [features, BLOCK_M]: the product, from all parts of a group."""
+def add_splits(sums, feature, offs_m, mask):
+    """fp32 [features, BLOCK_M]: the product, from all splits of a group."""
     BLOCK_M: tl.constexpr = offs_m.shape[0]
-    first = feature // parts.group_rows * (parts.split * parts.group_rows) + feature % parts.group_rows
-    place = parts.sums + first[:, None] * BLOCK_M + offs_m[None, :]
-    stride = parts.group_rows * BLOCK_M
-    num_parts = parts.split + offs_m[None, :] * 0
-    part_0 = tl.load(place, mask=mask, other=0.0)
-    part_1 = tl.load(place + stride, mask=mask & (num_parts > 1), other=0.0)
-    part_2 = tl.load(place + 2 * stride, mask=mask & (num_parts > 2), other=0.0)
-    part_3 = tl.load(place + 3 * stride, mask=mask & (num_parts > 3), other=0.0)
-    return (part_0 + part_1) + (part_2 + part_3)
+    first = feature // sums.group_rows * (sums.num_splits * sums.group_rows) + feature % sums.group_rows
+    place = sums.ptr + first[:, None] * BLOCK_M + offs_m[None, :]
+    stride = sums.group_rows * BLOCK_M
+    num_splits = sums.num_splits + offs_m[None, :] * 0
+    split_0 = tl.load(place, mask=mask, other=0.0)
+    split_1 = tl.load(place + stride, mask=mask & (num_splits > 1), other=0.0)
+    split_2 = tl.load(place + 2 * stride, mask=mask & (num_splits > 2), other=0.0)
+    split_3 = tl.load(place + 3 * stride, mask=mask & (num_splits > 3), other=0.0)
+    return (split_0 + split_1) + (split_2 + split_3)
 
 
 @triton.jit
 def finish_rows(
-    parts,  # `Parts`
+    sums,  # `PartialSums`
     mask_m,  # int1 [BLOCK_M]: rows in use
     row_factor,  # fp32 [BLOCK_M]: multiplies each row
     scale_ptr,  # fp32 [rows of this program], read when SCALED
     bias_ptr,  # [features], read when HAS_BIAS
     out_ptr,  # fp32 [BLOCK_M, features]
     operand,  # `weight_stream.NextOperand`, written when OPERAND
-    SHARE: tl.constexpr,  # `Share`
+    OUTPUTS: tl.constexpr,  # `ProgramOutputs`
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """fc and qkv: out is the product, times each row's factor, plus the bias."""
-    N: tl.constexpr = SHARE.features
-    R: tl.constexpr = SHARE.rows
-    BLOCK_R: tl.constexpr = SHARE.block
+    N: tl.constexpr = OUTPUTS.features
+    R: tl.constexpr = OUTPUTS.rows
+    BLOCK_R: tl.constexpr = OUTPUTS.block
     zero = hidden_zero()
     offs_m = tl.arange(0, mask_m.shape[0]) + zero
     offs_r = tl.arange(0, BLOCK_R) + zero
@@ -147,7 +147,7 @@ def finish_rows(
         feature = tl.program_id(0) * R + r0 + offs_r
         mine = (r0 + offs_r < R) & (feature < N)
         mask = mine[:, None] & mask_m[None, :]
-        acc = sum_parts(parts, feature, offs_m, mask) * row_factor[None, :]
+        acc = add_splits(sums, feature, offs_m, mask) * row_factor[None, :]
         if SCALED:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
         if HAS_BIAS:
@@ -160,7 +160,7 @@ def finish_rows(
 
 @triton.jit
 def finish_residual(
-    parts,  # `Parts`
+    sums,  # `PartialSums`
     mask_m,  # int1 [BLOCK_M]: rows in use
     scale_ptr,  # fp32 [rows of this program], read when SCALED
     bias_ptr,  # [features], read when HAS_BIAS
@@ -169,7 +169,7 @@ def finish_residual(
     norm_ptr,  # [features]: weight of the RMSNorm that follows, read when HAS_NORM
     operand,  # `weight_stream.NextOperand`
     squares_ptr,  # fp32 [programs, BLOCK_M]: each program's part of the sum of squares
-    SHARE: tl.constexpr,  # `Share`
+    OUTPUTS: tl.constexpr,  # `ProgramOutputs`
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -179,9 +179,9 @@ def finish_residual(
 
     NORMED_RESIDUAL: the residual goes through an RMSNorm of its own first.
     """
-    N: tl.constexpr = SHARE.features
-    R: tl.constexpr = SHARE.rows
-    BLOCK_R: tl.constexpr = SHARE.block
+    N: tl.constexpr = OUTPUTS.features
+    R: tl.constexpr = OUTPUTS.rows
+    BLOCK_R: tl.constexpr = OUTPUTS.block
     BLOCK_M: tl.constexpr = mask_m.shape[0]
     zero = hidden_zero()
     pid = tl.program_id(0) + zero
@@ -194,12 +194,12 @@ def finish_residual(
         mask = mine[:, None] & mask_m[None, :]
         added = tl.load(residual.rows + residual.row[None, :] * N + feature[:, None], mask=mask, other=0.0)
         if NORMED_RESIDUAL:
-            own_weight = tl.load(residual.norm + feature, mask=mine, other=0.0).to(tl.float32)
-            added *= residual.factor[None, :] * own_weight[:, None]
+            norm_weight = tl.load(residual.norm + feature, mask=mine, other=0.0).to(tl.float32)
+            added *= residual.factor[None, :] * norm_weight[:, None]
         weight = 1.0
         if HAS_NORM:
             weight = tl.load(norm_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-        acc = sum_parts(parts, feature, offs_m, mask)
+        acc = add_splits(sums, feature, offs_m, mask)
         if SCALED:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
         if HAS_BIAS:

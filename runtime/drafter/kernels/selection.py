@@ -3,7 +3,7 @@
 * `take_best` takes the k best out one after the other, where a row of values lies in half a warp: threads exchange
   them by shuffles alone, and the loop is short. Long straight code is fetched anew at every level, which on an H200
   cost more than it saved.
-* `count_ahead` ranks each element by counting, in a loop over all, those that come before it: for up to some hundred
+* `count_greater` ranks each element by counting, in a loop over all, those that come before it: for up to some hundred
   elements spread over a program, where k rounds of reductions would each wait for the whole program.
 * `best_k_mask` finds the value of the k-th best bit by bit, then breaks ties by position with a prefix sum: 32 counting
   passes whatever k, for up to 4096 elements.
@@ -80,14 +80,14 @@ def take_best(key, old_key, lane, TOP_K: tl.constexpr, FOLD: tl.constexpr):
     """
     best = tl.full(lane.shape, LOWEST_KEY, tl.int64)
     for k in range(0, TOP_K + unaligned_zero()):  # not unrolled
-        ahead = tl.max(key, axis=0)
+        greatest = tl.max(key, axis=0)
         if FOLD:
-            ahead = tl.maximum(ahead, old_key)
-        ahead = max_of_row(ahead)
-        best = tl.where(lane == k, ahead, best)
-        key = tl.where(key == ahead[None, :], LOWEST_KEY, key)
+            greatest = tl.maximum(greatest, old_key)
+        greatest = max_of_row(greatest)
+        best = tl.where(lane == k, greatest, best)
+        key = tl.where(key == greatest[None, :], LOWEST_KEY, key)
         if FOLD:
-            old_key = tl.where(old_key == ahead, LOWEST_KEY, old_key)
+            old_key = tl.where(old_key == greatest, LOWEST_KEY, old_key)
     return best
 
 
@@ -102,22 +102,22 @@ def each_thread(SIZE: tl.constexpr):
 
 
 @triton.jit
-def count_ahead(own, keys_ptr, count, STRIDE: tl.constexpr, BATCH: tl.constexpr):
-    """How many of ``count`` keys in memory, STRIDE elements apart, exceed each of ``own``: int64 [N] to int32 [N].
+def count_greater(key, keys_ptr, count, STRIDE: tl.constexpr, BATCH: tl.constexpr):
+    """Count which of ``count`` keys in memory, STRIDE elements apart, exceed each of ``key``: int64 [N] to int32 [N].
 
     N should be `THREADS` at least, or threads share the keys and exchange what they count. ``count`` >= 1 is rounded
     up to a multiple of BATCH: what lies there must be `LOWEST_KEY`. A thread compares one batch while it loads the
     next; left to itself, the assembler waits for each key in turn.
     """
-    ahead = tl.zeros(own.shape, tl.int32)
-    place = tl.arange(0, BATCH)[:, None] * STRIDE + each_thread(own.shape[0])[None, :]
+    greater = tl.zeros(key.shape, tl.int32)
+    place = tl.arange(0, BATCH)[:, None] * STRIDE + each_thread(key.shape[0])[None, :]
     last = (count - 1) // BATCH * BATCH
     keys = tl.load(keys_ptr + place)
     for first in tl.range(0, count, BATCH, disable_licm=True):
         following = tl.load(keys_ptr + tl.minimum(first + BATCH, last) * STRIDE + place)
-        ahead += tl.sum((keys > own[None, :]).to(tl.int32), axis=0)
+        greater += tl.sum((keys > key[None, :]).to(tl.int32), axis=0)
         keys = following
-    return ahead
+    return greater
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from .weight_stream import hidden_zero
 
 
 @dataclass(frozen=True)
-class TreeShape:
+class TreeBounds:
     """Most candidates and nodes of a sequence: the bounds that a kernel is compiled for."""
 
     candidates: int
@@ -46,7 +46,7 @@ class TreeShape:
 
 
 class TreeSize(NamedTuple):
-    """Shape of the trees of one launch, within a `TreeShape`."""
+    """Shape of the trees of one launch, within a `TreeBounds`."""
 
     candidates: Any
     total: Any

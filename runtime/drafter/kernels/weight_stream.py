@@ -43,7 +43,7 @@ class Operand(NamedTuple):
 
 
 class NextOperand(NamedTuple):
-    """Where a phase leaves the operand of the next product, and what it multiplies each row by."""
+    """The operand that a phase leaves for the next product, and the factor of each of its rows."""
 
     ptr: Any
     factor: Any

@@ -16,7 +16,7 @@ expanded, in fp32, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the draft is right within the tolerance."""
+        """Tell if the draft is right within the tolerance."""
         return not self.faults
 
     def __str__(self) -> str:
@@ -113,10 +113,7 @@ def tree_of(bufs: Buffers) -> DraftTree:
 
 
 def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
-    """Return the head in fp32 as a kernel of this configuration stores it: rounded to FP8 where weights are FP8.
-
-    Without the rows that could join it.
-    """
+    """Return the head in fp32 as a kernel of this configuration stores it: rounded to FP8 where weights are FP8."""
 
     def exact(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(cfg.dtype)
@@ -131,7 +128,6 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
         embedding=head.embedding.to(cfg.dtype).float(),
         lm_head=exact("lm_head", head.lm_head),
         rotary=head.rotary.for_length(cfg.num_tokens),
-        follow=None,
     )
 
 
@@ -153,85 +149,132 @@ def replay(
     and outputs (None to leave those out); ``keys``, ``values`` its cache afterwards, None to leave that out.
     ``exact_ties`` False accepts any choice among equal scores (`torch.topk`).
     """
-    device, top_k = head.device, tree.top_k
-    faults: list[str] = []
+    device, top_k, errors = head.device, tree.top_k, _Errors(atol)
     slots = torch.tensor(step.active, device=device)
     num_new = torch.tensor(step.num_new, device=device)[slots]
     tokens, longest = step.new_tokens[slots].clamp(min=0), int(num_new.max())
     cache = step.keys.float().clone(), step.values.float().clone()
     draft = ReferenceDraft(head, tree, slots, torch.tensor(step.prefix, device=device)[slots], cache)
     output = draft.extend(step.features[slots, :longest], tokens[:, :longest], num_new)
-
-    row_of = torch.full((head.embedding.shape[0],), -1, dtype=torch.int64, device=device)
-    row_of[head.draft_to_target] = torch.arange(head.draft_vocab, device=device)
-    own = torch.eye(top_k, dtype=torch.bool, device=device).expand(len(step.active), top_k, top_k)
-    ancestors = own
+    itself = torch.eye(top_k, dtype=torch.bool, device=device).expand(len(step.active), top_k, top_k)
+    ancestors = itself
     base = torch.zeros(len(step.active), 1, device=device)
-    before = slice(0, 0)
-    squares, count, worst = 0.0, 0, 0.0
-    for level in range(tree.depth + 1):
-        width = 1 if level == 0 else top_k
-        this = slice(level_offset(level, top_k), level_offset(level + 1, top_k))
-        child_tokens, scores, parents = (
-            field[:, this].unflatten(1, (width, top_k)) for field in (drafted.tokens, drafted.scores, drafted.parents)
-        )
-        if level > 0:
-            previous = drafted.scores[:, before]
-            expanded = parents[..., 0]  # candidate index of each expanded node
-            if not (parents == expanded[..., None]).all():
-                return _hopeless(atol, f"level {level}: parents are mixed")
-            place = expanded - before.start
-            best, wanted = ranked_topk(previous, top_k)
-            if not torch.equal(previous.gather(1, place.clamp(0, previous.shape[1] - 1)), best):
-                faults.append(f"level {level}: the frontier is not the best {top_k} candidates of the level before")
-            elif exact_ties and not torch.equal(place, wanted):
-                faults.append(f"level {level}: the frontier breaks ties by another rule")
-            if not ((place >= 0) & (place < previous.shape[1])).all():
-                return _hopeless(atol, f"level {level}: parents out of range")
-            base = previous.gather(1, place)
-            parent = torch.zeros_like(place) if level == 1 else place // top_k
-            hidden = draft.carry(output).gather(1, parent[..., None].expand(-1, -1, output.shape[-1]))
-            if level > 1:
-                ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
-                ancestors = torch.cat((ancestors, own), 2)
-            output = draft.level(hidden, drafted.tokens.gather(1, expanded), ancestors)
-        logits = draft.logits(output)  # [active, width, draft_vocab]
-        log_probs = torch.log_softmax(logits, -1)
-        spread = (logits.std(-1, correction=0, keepdim=True) / LOGIT_STD).clamp(min=1.0)
-        rows = row_of[child_tokens.clamp(0, len(row_of) - 1)]
-        if not (rows >= 0).all():
-            return _hopeless(atol, f"level {level}: tokens outside the vocabulary")
-        expected = log_probs.gather(2, rows)
-        error = ((scores - base[..., None]) - expected) / spread
-        worst = max(worst, _largest(error))
-        squares, count = squares + float((error.double() ** 2).sum()), count + error.numel()
-        best_log_probs = ranked_topk(log_probs, top_k)[0]
-        missed = _largest((best_log_probs - expected.sort(-1, descending=True).values) / spread)
-        if not missed <= 2 * atol:
-            faults.append(f"level {level}: children are worse than the best by {missed:.3g}")
-        if any(len(set(node)) < top_k for sequence in rows.tolist() for node in sequence):
-            faults.append(f"level {level}: a node has one child twice")
-        if not (scores[..., 1:] <= scores[..., :-1]).all():
-            faults.append(f"level {level}: children are not ranked")
-        before = this
-
-    rms = (squares / count) ** 0.5
-    if not worst <= atol:
-        faults.append(f"a log-probability is off by {worst:.3g}")
+    try:
+        for level in range(tree.depth + 1):
+            if level > 0:
+                expanded, place, base = _read_frontier(drafted, level, top_k, exact_ties, errors)
+                parent = torch.zeros_like(place) if level == 1 else place // top_k
+                hidden = draft.carry(output).gather(1, parent[..., None].expand(-1, -1, output.shape[-1]))
+                if level > 1:
+                    ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
+                    ancestors = torch.cat((ancestors, itself), 2)
+                output = draft.level(hidden, drafted.tokens.gather(1, expanded), ancestors)
+            _check_children(draft.logits(output), head, drafted, level, top_k, base, errors)
+    except _NotReplayableError as stop:
+        infinite = float("inf")
+        return Agreement(infinite, infinite, infinite, atol, (str(stop),))
+    rms = (errors.squares / errors.count) ** 0.5
+    if not errors.largest <= atol:
+        errors.faults.append(f"a log-probability is off by {errors.largest:.3g}")
     if not rms <= atol / 4:
-        faults.append(f"log-probabilities are off by {rms:.3g} on average")
+        errors.faults.append(f"log-probabilities are off by {rms:.3g} on average")
     cache_error = 0.0
     if keys is not None and values is not None:
-        for slot in step.active:
-            stop = step.prefix[slot] + step.num_new[slot] + tree.depth * top_k
-            for mine, reference in zip((keys, values), cache, strict=True):
-                cache_error = max(cache_error, _largest(mine[slot, :, :stop].float() - reference[slot, :, :stop]))
+        cache_error = _cache_error(step, tree.depth * top_k, (keys, values), cache)
         if not cache_error <= atol:
-            faults.append(f"the KV cache is off by {cache_error:.3g}")
+            errors.faults.append(f"the KV cache is off by {cache_error:.3g}")
     if result is not None:
         roots = tokens.gather(1, (num_new - 1)[:, None])[:, 0]
-        faults += _compare_trees(result, build_tree(roots, drafted, tree), slots)
-    return Agreement(worst, rms, cache_error, atol, tuple(faults))
+        errors.faults += _compare_trees(result, build_tree(roots, drafted, tree), slots)
+    return Agreement(errors.largest, rms, cache_error, atol, tuple(errors.faults))
+
+
+class _NotReplayableError(Exception):
+    """A draft whose next level cannot be run."""
+
+
+@dataclass
+class _Errors:
+    """Errors of log-probabilities so far, and what else is wrong."""
+
+    atol: float
+    faults: list[str] = field(default_factory=list)
+    largest: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+
+    def add(self, error: Tensor) -> None:
+        """Count the errors of a level."""
+        self.largest = max(self.largest, _largest(error))
+        self.squares += float((error.double() ** 2).sum())
+        self.count += error.numel()
+
+
+def _level_range(level: int, top_k: int) -> slice:
+    return slice(level_offset(level, top_k), level_offset(level + 1, top_k))
+
+
+def _read_frontier(
+    drafted: Candidates, level: int, top_k: int, exact_ties: bool, errors: _Errors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the nodes that a level expands: candidate index, index in the level before, and score, [active, top_k].
+
+    Raises `_NotReplayableError` for parents that are not among them.
+    """
+    before = _level_range(level - 1, top_k)
+    parents = drafted.parents[:, _level_range(level, top_k)].unflatten(1, (top_k, top_k))
+    previous, expanded = drafted.scores[:, before], parents[..., 0]
+    if not (parents == expanded[..., None]).all():
+        raise _NotReplayableError(f"level {level}: parents are mixed")
+    place = expanded - before.start
+    best, wanted = ranked_topk(previous, top_k)
+    if not torch.equal(previous.gather(1, place.clamp(0, previous.shape[1] - 1)), best):
+        errors.faults.append(f"level {level}: the frontier is not the best {top_k} candidates of the level before")
+    elif exact_ties and not torch.equal(place, wanted):
+        errors.faults.append(f"level {level}: the frontier breaks ties by another rule")
+    if not ((place >= 0) & (place < previous.shape[1])).all():
+        raise _NotReplayableError(f"level {level}: parents out of range")
+    return expanded, place, previous.gather(1, place)
+
+
+def _check_children(
+    logits: Tensor, head: HeadWeights, drafted: Candidates, level: int, top_k: int, base: Tensor, errors: _Errors
+) -> None:
+    """Check a level's candidates against ``logits`` [active, width, draft_vocab]; ``base``: scores of their parents.
+
+    Raises `_NotReplayableError` for tokens outside the draft vocabulary.
+    """
+    children = (logits.shape[1], top_k)
+    tokens, scores = (
+        each[:, _level_range(level, top_k)].unflatten(1, children) for each in (drafted.tokens, drafted.scores)
+    )
+    row_of = torch.full((head.embedding.shape[0],), -1, dtype=torch.int64, device=logits.device)
+    row_of[head.draft_to_target] = torch.arange(head.draft_vocab, device=logits.device)
+    log_probs = torch.log_softmax(logits, -1)
+    spread = (logits.std(-1, correction=0, keepdim=True) / LOGIT_STD).clamp(min=1.0)
+    rows = row_of[tokens.clamp(0, len(row_of) - 1)]
+    if not (rows >= 0).all():
+        raise _NotReplayableError(f"level {level}: tokens outside the vocabulary")
+    expected = log_probs.gather(2, rows)
+    errors.add(((scores - base[..., None]) - expected) / spread)
+    best_log_probs = ranked_topk(log_probs, top_k)[0]
+    missed = _largest((best_log_probs - expected.sort(-1, descending=True).values) / spread)
+    if not missed <= 2 * errors.atol:
+        errors.faults.append(f"level {level}: children are worse than the best by {missed:.3g}")
+    if any(len(set(node)) < top_k for sequence in rows.tolist() for node in sequence):
+        errors.faults.append(f"level {level}: a node has one child twice")
+    if not (scores[..., 1:] <= scores[..., :-1]).all():
+        errors.faults.append(f"level {level}: children are not ranked")
+
+
+def _cache_error(step: Step, tree_rows: int, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+    """Return the largest error of the keys and values of the step's sequences and their trees."""
+    largest = 0.0
+    for slot in step.active:
+        stop = step.prefix[slot] + step.num_new[slot] + tree_rows
+        for mine, reference in zip(found, expected, strict=True):
+            largest = max(largest, _largest(mine[slot, :, :stop].float() - reference[slot, :, :stop]))
+    return largest
 
 
 def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, bufs: Buffers) -> Agreement:
@@ -249,10 +292,6 @@ def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, buf
         bufs.values,
         atol=log_prob_atol(cfg),
     )
-
-
-def _hopeless(atol: float, fault: str) -> Agreement:
-    return Agreement(float("inf"), float("inf"), float("inf"), atol, (fault,))
 
 
 def _compare_trees(result: DraftTree, wanted: DraftTree, slots: Tensor) -> Sequence[str]:

@@ -16,81 +16,13 @@ choosing A, then C, then Z::
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...settings import MAX_NEW_TOKENS
 from ...tree import Trees
-
-RUNNING, ENDED_BY_EOS, ENDED_BY_LENGTH, ENDED_BY_FAULT = 0, 1, 2, 3
-"""How a record says that a sequence ended; the last one: no token could be chosen (`choose_tokens`)."""
-RECORD_HEAD = 3
-"""A record begins with: tokens accepted, tokens kept, how it ended; then come the tokens, and each one's rank."""
-
-
-class SlotState(NamedTuple):
-    """State of every slot between two steps; int32 on one device. Row s belongs to slot s.
-
-    A sequence whose newest token (the next root) is x_n has ``lengths`` n rows in the target's cache and ``prefix``
-    n - ``num_new`` pairs in the drafter's, which takes the last ``num_new`` of ``new_tokens`` and ``features`` first.
-
-    ``lengths``, ``num_new``, ``prefix`` [slots]; ``new_tokens`` [slots, width or more]: tokens of the last step, behind
-    those that plain steps kept, ``num_new`` in use, the last one the next root. ``active_slots`` [slots]: the running
-    slots, ascending, then -1; ``active_inverse`` [slots]: a slot's place among them, or -1; ``active_count`` [1].
-    ``running`` [slots]: 1 while a sequence runs; ``num_generated`` [slots]: new tokens so far; ``max_generated``
-    [slots]: where it ends; ``eos_ids`` [slots, ids]: -1 for none. ``path`` [slots, width]: nodes of the last accepted
-    path, then -1.
-
-    ``record`` [slots + 1, 3 + 2 * width]: what the host reads of the last step; 0 accepted tokens for a slot that took
-    no part. The rank of an accepted node counts its siblings of lower numbers, which were likelier; 0 for the root.
-    The last row begins with the drafter's error, with which nothing was accepted; then, of a prompt that reused
-    rows, whether these are of other weights.
-    """
-
-    lengths: Tensor
-    new_tokens: Tensor
-    num_new: Tensor
-    prefix: Tensor
-    active_slots: Tensor
-    active_inverse: Tensor
-    active_count: Tensor
-    running: Tensor
-    num_generated: Tensor
-    max_generated: Tensor
-    eos_ids: Tensor
-    path: Tensor
-    record: Tensor
-
-    @classmethod
-    def allocate(
-        cls, slots: int, num_eos: int, device: torch.device | str, width: int = MAX_NEW_TOKENS, **shared: Tensor
-    ) -> SlotState:
-        """Allocate for ``slots`` empty slots; ``shared`` tensors (the drafter's own inputs) are used as they are.
-
-        ``width``: places for the tokens of a step (`TreeConfig.new_tokens_width`).
-        """
-        shapes: dict[str, tuple[int, ...]] = {
-            "new_tokens": (slots, width),
-            "active_count": (1,),
-            "eos_ids": (slots, max(1, num_eos)),
-            "path": (slots, width),
-            "record": (slots + 1, RECORD_HEAD + 2 * width),
-        }
-        own = [name for name in cls._fields if name not in shared]
-        tensors = {name: torch.zeros(shapes.get(name, (slots,)), dtype=torch.int32, device=device) for name in own}
-        state = cls(**shared, **tensors)
-        state.clear_()
-        return state
-
-    def clear_(self) -> None:
-        """Empty all slots."""
-        for name in self._fields:
-            blank = -1 if name in ("active_slots", "active_inverse", "eos_ids", "path") else 0
-            getattr(self, name).fill_(blank)
+from .slot_state import ENDED_BY_EOS, ENDED_BY_FAULT, ENDED_BY_LENGTH, RECORD_HEAD, RUNNING, SlotState
 
 
 def walk_ref(
@@ -98,7 +30,7 @@ def walk_ref(
 ) -> None:
     """Accept a path in the tree of every active slot of ``state``.
 
-    ``choices`` int32 [places, nodes]: the target's next token after each node; ``longest``: nodes of the longest path,
+    ``choices`` int32 [batch, nodes]: the target's next token after each node; ``longest``: nodes of the longest path,
     the root included. Tokens after the first end of sequence or the last allowed token are not kept, and the sequence
     ends there. ``error`` int32 [1]: not 0 where the trees are undefined; then nothing is accepted. ``append``: nothing
     was drafted, so the drafter has not taken ``new_tokens`` and the tokens come behind them; they must have room.
@@ -127,8 +59,8 @@ def walk_ref(
         blank = [-1] * (state.path.shape[1] - accepted)
         before = state.new_tokens[slot, : int(state.num_new[slot])].tolist() if append else []
         state.path[slot] = torch.tensor(path + blank)
-        own = (before + tokens + blank)[: state.new_tokens.shape[1]]
-        state.new_tokens[slot, : len(own)] = torch.tensor(own)
+        waiting = (before + tokens + blank)[: state.new_tokens.shape[1]]
+        state.new_tokens[slot, : len(waiting)] = torch.tensor(waiting)
         state.record[slot] = torch.tensor([accepted, kept, ended, *tokens, *blank, *ranks, *[0] * len(blank)])
         state.lengths[slot] += accepted
         state.prefix[slot] += 0 if append else state.num_new[slot]
@@ -151,7 +83,7 @@ def _walk_kernel(
     ROOM: tl.constexpr,
     HEAD: tl.constexpr,
     EOS: tl.constexpr,
-    PLACES: tl.constexpr,
+    BATCH: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     APPEND: tl.constexpr,
 ):
@@ -164,7 +96,7 @@ def _walk_kernel(
         if slot == 0:
             tl.store(state.record + SLOTS * (HEAD + 2 * WIDTH), error)
         place = tl.where(error != 0, -1, place)
-    if (place < 0) | (place >= PLACES):
+    if (place < 0) | (place >= BATCH):
         tl.store(record, 0)
         return
     node = tl.arange(0, BLOCK)
@@ -220,7 +152,7 @@ def walk(
     choices: Tensor, trees: Trees, longest: int, state: SlotState, error: Tensor | None = None, append: bool = False
 ) -> None:
     """Run `walk_ref` as one launch, a program a slot."""
-    places, nodes = choices.shape
+    batch, nodes = choices.shape
     _walk_kernel[(len(state.lengths),)](
         choices,
         trees,
@@ -235,7 +167,7 @@ def walk(
         ROOM=state.new_tokens.shape[1],
         HEAD=RECORD_HEAD,
         EOS=state.eos_ids.shape[1],
-        PLACES=places,
+        BATCH=batch,
         APPEND=append,
         num_warps=1,
     )

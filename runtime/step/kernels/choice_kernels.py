@@ -1,13 +1,13 @@
 """Device code of `choose_tokens`: the launches in their order, each with its result in scratch.
 
     penalise   a bit for each id that a row's repetition penalty falls on       one program per row and piece
-    best       largest score and its lowest id                                  one per row and part
+    best       largest score and its lowest id                                  one per row and tile
     (cuts)     where top-k and top-p cut: `cut_search`
-    race       the smallest mark of what the cuts leave (`token_noise`)         one per row and part
+    race       the smallest mark of what the cuts leave (`token_noise`)         one per row and tile
     draw       the id of the smallest of all                                    one per row
 
-Greedy runs `best` and `pick`, a reduction of it. A part is PART neighbouring ids. Each launch makes the scores from the
-logits again, which it reads from the L2: no buffer of scores grows with nodes times vocabulary.
+Greedy runs `best` and `pick`, a reduction of it. A tile is so many neighbouring ids. Each launch makes the scores from
+the logits again, which it reads from the L2: no buffer of scores grows with nodes times vocabulary.
 """
 
 from __future__ import annotations
@@ -67,30 +67,30 @@ class ChoiceState(NamedTuple):
 
 
 class ChoiceScratch(NamedTuple):
-    """Results that one launch leaves to the next; rows are places times nodes."""
+    """Results that one launch leaves to the next; rows are those of a batch times nodes."""
 
-    part: int
+    tile: int
     """Neighbouring ids that one program takes: a power of two."""
     best_score: Tensor
-    """float32 [rows, parts]: largest score."""
+    """float32 [rows, tiles]: largest score."""
     best_id: Tensor
-    """int32 [rows, parts]: its lowest id."""
+    """int32 [rows, tiles]: its lowest id."""
     threshold: Tensor
     """int32 [rows]: largest distance that the cuts keep."""
     interval: Tensor
     """int64 [rows, 4]: in which the cut lies, see `cut_search`."""
     counts: Tensor
-    """int32 [rows, parts, 64]: tokens in the bins of the interval."""
+    """int32 [rows, tiles, 64]: tokens in the bins of the interval."""
     needed: Tensor
     """int32 [rows]: tokens at the threshold that top-p keeps."""
     mass: Tensor
-    """int64 [rows, parts]: weight, or number of tokens, nearer than the interval."""
+    """int64 [rows, tiles]: weight, or number of tokens, nearer than the interval."""
     num_tied: Tensor
-    """int32 [rows, parts]: tokens at the threshold."""
+    """int32 [rows, tiles]: tokens at the threshold."""
     best_mark: Tensor
-    """int64 [rows, parts]: smallest mark of the tokens that the cuts leave, without those at top-p's threshold."""
+    """int64 [rows, tiles]: smallest mark of the tokens that the cuts leave, without those at top-p's threshold."""
     best_tied: Tensor
-    """int64 [rows, parts]: smallest mark of the tokens at top-p's threshold, where there are any."""
+    """int64 [rows, tiles]: smallest mark of the tokens at top-p's threshold, where there are any."""
     penalised: Tensor
     """int32 [rows, ceil(vocab / 32)]: seen, or on the node's path."""
     listed: Tensor
@@ -100,12 +100,12 @@ class ChoiceScratch(NamedTuple):
 
     def first(self, rows: int) -> ChoiceScratch:
         """Return the scratch of the first ``rows``."""
-        return ChoiceScratch(self.part, *(tensor[:rows] for tensor in self[1:]))
+        return ChoiceScratch(self.tile, *(tensor[:rows] for tensor in self[1:]))
 
 
 @dataclass(frozen=True)
 class ChoiceRules:
-    """Which stages run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values."""
+    """Stages that run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values."""
 
     sampled: bool = False
     """Otherwise greedy, and the next three are without effect."""
@@ -126,11 +126,11 @@ class ChoiceShape(ChoiceRules):
     vocab: int
     words: int
     """Of 32 bits, for a bit for each id."""
-    part: int
+    tile: int
     """Neighbouring ids that one program takes, a power of two."""
-    parts: int
-    block_parts: int
-    """``parts`` to a power of two."""
+    tiles: int
+    block_tiles: int
+    """``tiles`` to a power of two."""
     stream: int
     """Keys of a slot."""
     capacity: int
@@ -149,7 +149,7 @@ class ChoiceShape(ChoiceRules):
         return not self.has_top_k
 
 
-class Row(NamedTuple):
+class ChoiceRow(NamedTuple):
     """One node of one place: int64 ``row`` (place times nodes plus node) and ``slot``.
 
     ``number``: which new token of the slot's text it chooses.
@@ -162,29 +162,29 @@ class Row(NamedTuple):
 
 @triton.jit
 def has_bit(bits_ptr, ids, mask):
-    """Whether the bits of ``ids`` are set."""
+    """Tell whether the bits of ``ids`` are set."""
     words = tl.load(bits_ptr + (ids >> 5), mask=mask, other=0)
     return ((words >> (ids & 31)) & 1) != 0
 
 
 @triton.jit
 def is_skipped(trees, SHAPE: tl.constexpr):
-    """Whether this program's row belongs to a place beyond the active ones."""
+    """Tell whether this program's row belongs to a place beyond the active ones."""
     return tl.program_id(0) // SHAPE.nodes >= tl.load(trees.active_count)
 
 
 @triton.jit
 def this_row(trees, state, SHAPE: tl.constexpr):
-    """The row with this program's first number."""
+    """Return the row with this program's first number."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(trees.active_slots + row // SHAPE.nodes).to(tl.int64)
     number = tl.load(state.num_generated + slot) + tl.load(trees.positions + slot * SHAPE.nodes + row % SHAPE.nodes)
-    return Row(row, slot, number)
+    return ChoiceRow(row, slot, number)
 
 
 @triton.jit
 def load_scores(logits_ptr, at, ids, state, scratch, SHAPE: tl.constexpr):
-    """Logits of one row after the processors and the temperature, fp32; -inf beyond the vocabulary."""
+    """Load the logits of one row after the processors and the temperature, fp32; -inf beyond the vocabulary."""
     mask = ids < SHAPE.vocab
     score = tl.load(logits_ptr + at.row * SHAPE.vocab + ids, mask=mask, other=float("-inf")).to(tl.float32)
     if SHAPE.has_penalty:
@@ -203,9 +203,9 @@ def load_scores(logits_ptr, at, ids, state, scratch, SHAPE: tl.constexpr):
 
 @triton.jit
 def largest_of(scratch, at, SHAPE: tl.constexpr):
-    """Largest score of a row from those of its parts."""
-    part = tl.arange(0, SHAPE.block_parts)
-    best = tl.load(scratch.best_score + at.row * SHAPE.parts + part, mask=part < SHAPE.parts, other=float("-inf"))
+    """Return the largest score of a row from those of its tiles."""
+    tile = tl.arange(0, SHAPE.block_tiles)
+    best = tl.load(scratch.best_score + at.row * SHAPE.tiles + tile, mask=tile < SHAPE.tiles, other=float("-inf"))
     largest = tl.max(best, axis=0)
     # Of a row without a distribution no token is taken; its distances must be numbers all the same.
     return tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
@@ -213,7 +213,7 @@ def largest_of(scratch, at, SHAPE: tl.constexpr):
 
 @triton.jit
 def or_fault(token, best):
-    """A row's token, or `NO_NUMBER` or `ALL_BARRED`, by the best scores of its parts: float32 [parts]."""
+    """Return a row's token, or `NO_NUMBER` or `ALL_BARRED`, by the best scores of its tiles: float32 [tiles]."""
     largest = tl.max(best, axis=0)
     is_number = (tl.max((best != best).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
     fault = tl.where(is_number, ALL_BARRED, NO_NUMBER)
@@ -222,16 +222,16 @@ def or_fault(token, best):
 
 @triton.jit
 def load_distances(logits_ptr, at, largest, ids, state, scratch, SHAPE: tl.constexpr):
-    """Distances of one row's scores below its largest; `FAR` beyond the vocabulary."""
+    """Load the distances of one row's scores below its largest; `FAR` beyond the vocabulary."""
     score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
     is_score = (ids < SHAPE.vocab) & (score <= largest)
     return tl.where(is_score, score_distance(tl.where(is_score, score, largest), largest), FAR)
 
 
 @triton.jit
-def load_part(logits_ptr, at, state, scratch, SHAPE: tl.constexpr):
-    """`load_distances` of a row's part with this program's second number: int32 [part]."""
-    ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
+def load_tile(logits_ptr, at, state, scratch, SHAPE: tl.constexpr):
+    """Load the distances of a row's tile with this program's second number: int32 [tile]."""
+    ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     return load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
 
 
@@ -253,44 +253,44 @@ def penalise_kernel(trees, state, scratch, SHAPE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def best_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Largest score of a part, and its lowest id."""
+    """Find the largest score of a tile, and its lowest id."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
-    ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
+    ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
     best = tl.max(score, axis=0)
     # The largest of numbers and NaN is a number to the device.
     best = tl.where(tl.max((score != score).to(tl.int32), axis=0) > 0, float("nan"), best)
-    to = at.row * SHAPE.parts + tl.program_id(1)
+    to = at.row * SHAPE.tiles + tl.program_id(1)
     tl.store(scratch.best_score + to, best)
     tl.store(scratch.best_id + to, tl.min(tl.where(score == best, ids, _NO_ID), axis=0))
 
 
 @triton.jit
 def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
-    """Greedy: lowest id among the best parts'."""
+    """Choose the lowest id among the best tiles': greedy."""
     row = tl.program_id(0).to(tl.int64)
     token = -1
     if row // SHAPE.nodes < tl.load(trees.active_count):
-        part = tl.arange(0, SHAPE.block_parts)
-        mask = part < SHAPE.parts
-        best = tl.load(scratch.best_score + row * SHAPE.parts + part, mask=mask, other=float("-inf"))
-        ids = tl.load(scratch.best_id + row * SHAPE.parts + part, mask=mask, other=_NO_ID)
+        tile = tl.arange(0, SHAPE.block_tiles)
+        mask = tile < SHAPE.tiles
+        best = tl.load(scratch.best_score + row * SHAPE.tiles + tile, mask=mask, other=float("-inf"))
+        ids = tl.load(scratch.best_id + row * SHAPE.tiles + tile, mask=mask, other=_NO_ID)
         token = or_fault(tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0), best)
     tl.store(out_ptr + row, token)
 
 
 @triton.jit
 def least_weight(numbers_ptr):
-    """Smallest weight that min-p keeps: int64."""
+    """Return the smallest weight that min-p keeps: int64."""
     least = tl.load(numbers_ptr + MIN_P).to(tl.float64) * ONE
     return tl.ceil(least).to(tl.int64)
 
 
 @triton.jit
 def takes_part(distance, state, SHAPE: tl.constexpr):
-    """Whether min-p leaves the distances."""
+    """Tell whether min-p leaves the distances."""
     kept = distance < FAR
     if SHAPE.has_min_p:
         kept = kept & (distance_weight(distance) >= least_weight(state.numbers))
@@ -299,17 +299,17 @@ def takes_part(distance, state, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_key(at, state, SHAPE: tl.constexpr):
-    """Key of a row's noise: int64."""
+    """Load the key of a row's noise: int64."""
     return tl.load(state.keys + at.slot * SHAPE.stream + at.number, mask=at.number < SHAPE.stream, other=0)
 
 
 @triton.jit
 def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Smallest mark of a part; with top-p, ids at the threshold have their own smallest mark, and are counted."""
+    """Find the smallest mark of a tile; with top-p, apart for ids at the threshold, which are counted, too."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
-    to = at.row * SHAPE.parts + tl.program_id(1)
+    to = at.row * SHAPE.tiles + tl.program_id(1)
     threshold = tl.full([], FAR - 1, tl.int32)
     if SHAPE.has_cut:
         threshold = tl.load(scratch.threshold + at.row)
@@ -318,8 +318,8 @@ def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
         if SHAPE.has_top_p:
             tl.store(scratch.num_tied + to, 0)
         return
-    ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
-    distance = load_part(logits_ptr, at, state, scratch, SHAPE)
+    ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
+    distance = load_tile(logits_ptr, at, state, scratch, SHAPE)
     marks = token_marks(distance, load_key(at, state, SHAPE), ids, takes_part(distance, state, SHAPE))
     if SHAPE.has_top_p:
         tied = distance == threshold
@@ -331,32 +331,32 @@ def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
 
 @triton.jit
 def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr):
-    """The id of the smallest mark of all parts, and of the ids at top-p's threshold that stay: the last ones."""
+    """Choose the id of the smallest mark of all tiles, and of the ids at top-p's threshold that stay: the last ones."""
     if is_skipped(trees, SHAPE):
         tl.store(out_ptr + tl.program_id(0), -1)
         return
     at = this_row(trees, state, SHAPE)
-    parts = tl.arange(0, SHAPE.block_parts)
-    mask = parts < SHAPE.parts
-    best = tl.min(tl.load(scratch.best_mark + at.row * SHAPE.parts + parts, mask=mask, other=NOBODY), axis=0)
+    tiles = tl.arange(0, SHAPE.block_tiles)
+    mask = tiles < SHAPE.tiles
+    best = tl.min(tl.load(scratch.best_mark + at.row * SHAPE.tiles + tiles, mask=mask, other=NOBODY), axis=0)
     if SHAPE.has_top_p:
-        num_tied = tl.load(scratch.num_tied + at.row * SHAPE.parts + parts, mask=mask, other=0)
+        num_tied = tl.load(scratch.num_tied + at.row * SHAPE.tiles + tiles, mask=mask, other=0)
         num_cut = tl.maximum(tl.sum(num_tied, axis=0) - tl.load(scratch.needed + at.row), 0)
         before = tl.cumsum(num_tied, axis=0) - num_tied
         stays = (num_tied > 0) & (before >= num_cut)
-        best_tied = tl.load(scratch.best_tied + at.row * SHAPE.parts + parts, mask=stays, other=NOBODY)
+        best_tied = tl.load(scratch.best_tied + at.row * SHAPE.tiles + tiles, mask=stays, other=NOBODY)
         best = tl.minimum(best, tl.min(best_tied, axis=0))
-        # Of one part some may go and some stay.
+        # Of one tile some may go and some stay.
         is_cut = (before < num_cut) & (before + num_tied > num_cut)
         if tl.sum(is_cut.to(tl.int32), axis=0) > 0:
             num_cut -= tl.sum(tl.where(is_cut, before, 0), axis=0)
-            ids = tl.sum(tl.where(is_cut, parts, 0), axis=0) * SHAPE.part + tl.arange(0, SHAPE.part)
+            ids = tl.sum(tl.where(is_cut, tiles, 0), axis=0) * SHAPE.tile + tl.arange(0, SHAPE.tile)
             distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
             tied = distance == tl.load(scratch.threshold + at.row)
             stays_here = tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, state, SHAPE)
             marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
             best = tl.minimum(best, tl.min(marks, axis=0))
-    scores = tl.load(scratch.best_score + at.row * SHAPE.parts + parts, mask=mask, other=float("-inf"))
+    scores = tl.load(scratch.best_score + at.row * SHAPE.tiles + tiles, mask=mask, other=float("-inf"))
     tl.store(out_ptr + at.row, or_fault((best & 0xFFFFFFFF).to(tl.int32), scores))
 
 

@@ -36,31 +36,31 @@ _FEW = 1024
 
 
 def choice_scratch(
-    places: int, nodes: int, vocab: int, device: torch.device | str, part: int = 2048, capacity: int = 8192
+    batch: int, nodes: int, vocab: int, device: torch.device | str, tile: int = 2048, capacity: int = 8192
 ) -> ChoiceScratch:
-    """Allocate the scratch of `choose_tokens` for ``places`` trees of ``nodes`` nodes.
+    """Allocate the scratch of `choose_tokens` for ``batch`` trees of ``nodes`` nodes.
 
-    ``part``, a power of two: ids that a program takes at a time. ``capacity``: tokens that a search may list. Both
-    change speed, never results. A vocabulary smaller than a part is one part of its own size.
+    ``tile``, a power of two: ids that a program takes at a time. ``capacity``: tokens that a search may list. Both
+    change speed, never results. A vocabulary smaller than a tile is one tile of its own size.
     """
-    part = min(part, max(16, triton.next_power_of_2(vocab)))
-    parts, int32, int64 = triton.cdiv(vocab, part), torch.int32, torch.int64
+    tile = min(tile, max(16, triton.next_power_of_2(vocab)))
+    tiles, int32, int64 = triton.cdiv(vocab, tile), torch.int32, torch.int64
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(places * nodes, *shape, dtype=dtype, device=device)
+        return torch.empty(batch * nodes, *shape, dtype=dtype, device=device)
 
     return ChoiceScratch(
-        part,
-        best_score=empty(torch.float32, parts),
-        best_id=empty(int32, parts),
+        tile,
+        best_score=empty(torch.float32, tiles),
+        best_id=empty(int32, tiles),
         threshold=empty(int32),
         interval=empty(int64, 4),
-        counts=empty(int32, parts, cut_search.BINS.value),
+        counts=empty(int32, tiles, cut_search.BINS.value),
         needed=empty(int32),
-        mass=empty(int64, parts),
-        num_tied=empty(int32, parts),
-        best_mark=empty(int64, parts),
-        best_tied=empty(int64, parts),
+        mass=empty(int64, tiles),
+        num_tied=empty(int32, tiles),
+        best_mark=empty(int64, tiles),
+        best_tied=empty(int64, tiles),
         penalised=empty(int32, triton.cdiv(vocab, WORD_BITS)),
         listed=empty(int32, capacity),
         num_listed=empty(int32),
@@ -90,10 +90,10 @@ def choose_tokens_ref(
     scratch: ChoiceScratch | None = None,
 ) -> None:
     """Definition of `choose_tokens`, node by node, which needs no ``scratch``; waits for the device."""
-    places, nodes = out.shape
-    rows = logits.view(places, nodes, -1)
+    batch, nodes = out.shape
+    rows = logits.view(batch, nodes, -1)
     out.fill_(-1)
-    for place in range(min(places, int(trees.active_count))):
+    for place in range(min(batch, int(trees.active_count))):
         slot = int(trees.active_slots[place])
         for node in range(nodes):
             number = int(state.num_generated[slot]) + int(trees.positions[slot, node])
@@ -174,29 +174,29 @@ def choose_tokens(
     Allocates nothing and does not wait, so a CUDA graph can hold it.
 
     Args:
-        logits: bf16, fp16 or fp32 [places * nodes, vocab]; place i is slot ``active_slots[i]``.
+        logits: bf16, fp16 or fp32 [batch * nodes, vocab]; place i is slot ``active_slots[i]``.
         trees: of all slots; ``draft_tokens`` -1 for a root that is not to be penalised again.
         rules, state: which stages run, and their numbers.
-        out: int32 [places, nodes]: the chosen ids, `NO_NUMBER` or `ALL_BARRED`; -1 in places that are skipped.
+        out: int32 [batch, nodes]: the chosen ids, `NO_NUMBER` or `ALL_BARRED`; -1 in places that are skipped.
         scratch: from `choice_scratch` for these sizes.
 
     Raises `UsageError` for logits of another type, and for a vocabulary beyond 2**19 - 1.
     """
-    vocab, part, capacity = logits.shape[1], scratch.part, scratch.listed.shape[1]
+    vocab, tile, capacity = logits.shape[1], scratch.tile, scratch.listed.shape[1]
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not 1 <= vocab < MAX_VOCAB:
         raise UsageError(
             f"logits must be bfloat16, float16 or float32 over 1 to {MAX_VOCAB - 1} ids; got {logits.dtype} over "
             f"{vocab}."
         )
-    parts = triton.cdiv(vocab, part)
+    tiles = triton.cdiv(vocab, tile)
     shape = ChoiceShape(
         **vars(rules),
         nodes=out.shape[1],
         vocab=vocab,
         words=triton.cdiv(vocab, WORD_BITS),
-        part=part,
-        parts=parts,
-        block_parts=triton.next_power_of_2(parts),
+        tile=tile,
+        tiles=tiles,
+        block_tiles=triton.next_power_of_2(tiles),
         stream=state.keys.shape[1],
         capacity=capacity,
         few=min(_FEW, capacity),
@@ -206,19 +206,19 @@ def choose_tokens(
         kernels.penalise_kernel[(rows, triton.cdiv(shape.words, _PENALISE_BLOCK))](
             trees, state, scratch, SHAPE=shape, BLOCK=_PENALISE_BLOCK, num_warps=8
         )
-    kernels.best_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
+    kernels.best_kernel[(rows, tiles)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
     if not rules.sampled:
         kernels.pick_kernel[(rows,)](trees, scratch, out, SHAPE=shape, num_warps=1)
         return
     if shape.has_cut:
         for is_first in (True, False):
-            cut_search.survey_kernel[(rows, parts)](
+            cut_search.survey_kernel[(rows, tiles)](
                 logits, trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=8
             )
             cut_search.narrow_kernel[(rows,)](trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=4)
-        cut_search.collect_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
+        cut_search.collect_kernel[(rows, tiles)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
         cut_search.cut_kernel[(rows,)](logits, trees, state, scratch, SHAPE=shape, num_warps=16)
-    kernels.race_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8, **NO_FUSION)
+    kernels.race_kernel[(rows, tiles)](logits, trees, state, scratch, SHAPE=shape, num_warps=8, **NO_FUSION)
     kernels.draw_kernel[(rows,)](logits, trees, state, scratch, out, SHAPE=shape, num_warps=8, **NO_FUSION)
 
 

@@ -9,7 +9,7 @@ list of the tokens within. The launches in their order:
     collect          the list, and the weight of all that is nearer
     cut              the search in the list
 
-Surveys and collecting run over rows and parts. The numbers of tokens in the bins tell exactly in which bin the k-th
+Surveys and collecting run over rows and tiles. The numbers of tokens in the bins tell exactly in which bin the k-th
 token lies, and bound the weights, which a bin knows to within its width. Sums are whole numbers, so the order of the
 list has no effect.
 """
@@ -17,7 +17,7 @@ list has no effect.
 import triton
 import triton.language as tl
 
-from .choice_kernels import TOP_K, TOP_P, is_skipped, largest_of, load_distances, load_part, this_row
+from .choice_kernels import TOP_K, TOP_P, is_skipped, largest_of, load_distances, load_tile, this_row
 from .token_weights import FAR, distance_weight
 
 BINS = tl.constexpr(64)
@@ -27,34 +27,34 @@ LOW, HIGH, GOAL, COUNT = (tl.constexpr(place) for place in range(4))
 
 @triton.jit
 def bin_shift(low, high):
-    """Bins of 2**shift distances from ``low`` to ``high``: 32 to 64 of them where the interval is wide enough."""
+    """Return the shift for bins of 2**shift distances from ``low`` to ``high``: 32 to 64 bins, or fewer of one each."""
     # The exponent of a float; without its last five bits the width is exact in one.
     return tl.maximum((((high - low) >> 5).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, 0)
 
 
 @triton.jit
 def count_bins(distance, low, high):
-    """Numbers of tokens in each bin of an interval: int32 [BINS]."""
+    """Count the tokens in each bin of an interval: int32 [BINS]."""
     inside = (distance >= low) & (distance <= high)
     return tl.histogram(tl.where(inside, (distance - low) >> bin_shift(low, high), 0), BINS, mask=inside)
 
 
 @triton.jit
 def narrow_interval(low, high, counts, nearer, goal, WEIGHTED: tl.constexpr):
-    """Ends of the part of an interval in which the goal is reached, and how many of its tokens are up to each end.
+    """Return the ends of the part of an interval in which the goal is reached, and its tokens up to each end.
 
     ``nearer``: what of the goal lies below ``low``.
     """
     shift = bin_shift(low, high)
     bins = tl.arange(0, BINS)
-    most = counts.to(tl.int64)
-    least = most
+    upper = counts.to(tl.int64)
+    lower = upper
     if WEIGHTED:
         start = low + (bins << shift)
-        most = most * distance_weight(start)
-        least = least * distance_weight(start + (1 << shift) - 1)
-    num_below = tl.sum((nearer + tl.cumsum(most, axis=0) < goal).to(tl.int32), axis=0)
-    num_open = tl.sum((nearer + tl.cumsum(least, axis=0) < goal).to(tl.int32), axis=0)
+        upper = upper * distance_weight(start)
+        lower = lower * distance_weight(start + (1 << shift) - 1)
+    num_below = tl.sum((nearer + tl.cumsum(upper, axis=0) < goal).to(tl.int32), axis=0)
+    num_open = tl.sum((nearer + tl.cumsum(lower, axis=0) < goal).to(tl.int32), axis=0)
     count_below = tl.sum(tl.where(bins < num_below, counts, 0), axis=0)
     count_up_to = tl.sum(tl.where(bins <= num_open, counts, 0), axis=0)
     new_low = tl.minimum(low + (num_below << shift), high)
@@ -64,14 +64,14 @@ def narrow_interval(low, high, counts, nearer, goal, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def goal_of_top_p(total, numbers_ptr):
-    """Weight that top-p keeps at least of a ``total``; whatever top-p is, the most probable token stays."""
+    """Return the weight that top-p keeps at least of a ``total``; whatever top-p is, the most probable token stays."""
     share = 1.0 - tl.load(numbers_ptr + TOP_P).to(tl.float64)
     return total - tl.minimum((share * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
 def load_interval(scratch, row, FIRST: tl.constexpr):
-    """Ends of a row's interval: everything, the first time."""
+    """Load the ends of a row's interval: everything, the first time."""
     low = tl.full([], 0, tl.int32)
     high = low + (FAR - 1)
     if not FIRST:
@@ -82,7 +82,7 @@ def load_interval(scratch, row, FIRST: tl.constexpr):
 
 @triton.jit
 def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
-    """Count a part's tokens in the bins, and sum the measure of nearer ones; the first time, of all."""
+    """Count a tile's tokens in the bins, and sum the measure of nearer ones; the first time, of all."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
@@ -90,9 +90,9 @@ def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST:
         if tl.load(scratch.interval + at.row * 4 + COUNT) <= SHAPE.few:
             return
     low, high = load_interval(scratch, at.row, FIRST)
-    distance = load_part(logits_ptr, at, state, scratch, SHAPE)
-    to = at.row * SHAPE.parts + tl.program_id(1)
-    measure = distance_weight(distance) if SHAPE.weighted else tl.full([SHAPE.part], 1, tl.int64)
+    distance = load_tile(logits_ptr, at, state, scratch, SHAPE)
+    to = at.row * SHAPE.tiles + tl.program_id(1)
+    measure = distance_weight(distance) if SHAPE.weighted else tl.full([SHAPE.tile], 1, tl.int64)
     end = high + 1 if FIRST else low
     tl.store(scratch.mass + to, tl.sum(tl.where(distance < end, measure, 0), axis=0))
     tl.store(scratch.counts + to * BINS + tl.arange(0, BINS), count_bins(distance, low, high))
@@ -100,7 +100,7 @@ def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST:
 
 @triton.jit
 def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
-    """Narrow a row's interval by the counts of its parts; the first time, set its goal too."""
+    """Narrow a row's interval by the counts of its tiles; the first time, set its goal too."""
     if is_skipped(trees, SHAPE):
         return
     row = tl.program_id(0).to(tl.int64)
@@ -108,11 +108,11 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     if not FIRST:  # noqa: SIM102  # known when compiling
         if tl.load(interval_ptr + COUNT) <= SHAPE.few:
             return
-    part = tl.arange(0, SHAPE.block_parts)
+    tile = tl.arange(0, SHAPE.block_tiles)
     bins = tl.arange(0, BINS)
     low, high = load_interval(scratch, row, FIRST)
-    mask = part < SHAPE.parts
-    nearer = tl.sum(tl.load(scratch.mass + row * SHAPE.parts + part, mask=mask, other=0), axis=0)
+    mask = tile < SHAPE.tiles
+    nearer = tl.sum(tl.load(scratch.mass + row * SHAPE.tiles + tile, mask=mask, other=0), axis=0)
     if not FIRST:
         goal = tl.load(interval_ptr + GOAL)
     elif SHAPE.weighted:
@@ -122,7 +122,7 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     if FIRST:
         nearer = tl.full([], 0, tl.int64)
         tl.store(scratch.num_listed + row, 0)
-    at = (row * SHAPE.parts + part)[:, None] * BINS + bins[None, :]
+    at = (row * SHAPE.tiles + tile)[:, None] * BINS + bins[None, :]
     counts = tl.load(scratch.counts + at, mask=mask[:, None], other=0)
     low, high, count_below, count_up_to = narrow_interval(
         low, high, tl.sum(counts, axis=0), nearer, goal, SHAPE.weighted
@@ -137,24 +137,24 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
 
 @triton.jit
 def collect_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Add a part's tokens within the interval to the row's list; with top-p also the weight of those before it."""
+    """Add a tile's tokens within the interval to the row's list; with top-p also the weight of those before it."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
     if tl.load(scratch.interval + at.row * 4 + COUNT) > SHAPE.capacity:
         return
     low, high = load_interval(scratch, at.row, False)
-    distance = load_part(logits_ptr, at, state, scratch, SHAPE)
+    distance = load_tile(logits_ptr, at, state, scratch, SHAPE)
     is_listed = distance <= high
     if SHAPE.weighted:
         is_listed = is_listed & (distance >= low)
         weight = tl.where(distance < low, distance_weight(distance), 0)
-        tl.store(scratch.mass + at.row * SHAPE.parts + tl.program_id(1), tl.sum(weight, axis=0))
-    found = is_listed.to(tl.int32)
-    count = tl.sum(found, axis=0)
+        tl.store(scratch.mass + at.row * SHAPE.tiles + tl.program_id(1), tl.sum(weight, axis=0))
+    listed = is_listed.to(tl.int32)
+    count = tl.sum(listed, axis=0)
     if count > 0:
         first = tl.atomic_add(scratch.num_listed + at.row, count)
-        to = at.row * SHAPE.capacity + first + tl.cumsum(found, axis=0) - 1
+        to = at.row * SHAPE.capacity + first + tl.cumsum(listed, axis=0) - 1
         tl.store(scratch.listed + to, distance, mask=is_listed)
 
 
@@ -167,17 +167,17 @@ def scan_row(
     Also the numbers of tokens in the bins from ``low`` to ``high``. Reads the list where there is one, that is where
     ``num_listed`` is not negative.
     """
-    nearer = tl.full([SHAPE.part], 0, tl.int64)
-    half = tl.full([SHAPE.part], 0, tl.int64)
+    nearer = tl.full([SHAPE.tile], 0, tl.int64)
+    half = tl.full([SHAPE.tile], 0, tl.int64)
     counts = tl.full([BINS], 0, tl.int32)
-    for first in range(0, tl.where(num_listed < 0, SHAPE.vocab, num_listed), SHAPE.part):
-        place = first + tl.arange(0, SHAPE.part)
+    for first in range(0, tl.where(num_listed < 0, SHAPE.vocab, num_listed), SHAPE.tile):
+        place = first + tl.arange(0, SHAPE.tile)
         if num_listed < 0:
             distance = load_distances(logits_ptr, at, largest, place, state, scratch, SHAPE)
         else:
             list_ptr = scratch.listed + at.row * SHAPE.capacity
             distance = tl.load(list_ptr + place, mask=place < num_listed, other=FAR)
-        measure = distance_weight(distance) if WEIGHTED else tl.full([SHAPE.part], 1, tl.int64)
+        measure = distance_weight(distance) if WEIGHTED else tl.full([SHAPE.tile], 1, tl.int64)
         nearer += tl.where(distance < low, measure, 0)
         half += tl.where(distance <= middle, measure, 0)
         counts += count_bins(distance, low, high)
@@ -199,7 +199,7 @@ def find_cut(
     SHAPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Smallest distance from ``low`` to ``high`` at which the goal is reached; returned with the goal.
+    """Find the smallest distance from ``low`` to ``high`` at which the goal is reached; returned with the goal.
 
     ``before``: what lies nearer than everything listed. A negative goal stands for what top-p asks of all up to
     ``high``. What the bounds leave open is halved by an exact sum, so that the search ends whatever the bounds.
@@ -224,7 +224,7 @@ def find_cut(
 
 @triton.jit
 def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Largest distance that top-k and top-p keep, and with top-p how many tokens at it are to be kept."""
+    """Find the largest distance that top-k and top-p keep, and with top-p how many tokens at it are to be kept."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
@@ -237,8 +237,8 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
     if tl.load(scratch.interval + at.row * 4 + COUNT) <= SHAPE.capacity:
         num_listed = tl.load(scratch.num_listed + at.row)
         if SHAPE.weighted:
-            part = tl.arange(0, SHAPE.block_parts)
-            mass = tl.load(scratch.mass + at.row * SHAPE.parts + part, mask=part < SHAPE.parts, other=0)
+            tile = tl.arange(0, SHAPE.block_tiles)
+            mass = tl.load(scratch.mass + at.row * SHAPE.tiles + tile, mask=tile < SHAPE.tiles, other=0)
             before = tl.sum(mass, axis=0)
     threshold, goal = find_cut(
         logits_ptr, at, largest, num_listed, before, low, high, goal, state, scratch, SHAPE, SHAPE.weighted

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...target.kernels.tree_rows import ForwardRows
-from .acceptance import SlotState
+from .slot_state import SlotState
 
 MAX_EOS = 8
 _HEAD = 4

@@ -50,7 +50,7 @@ _C7 = tl.constexpr(-0.10134056955575943)
 
 @triton.jit
 def _split(x):
-    """Positive fp32 as (f, exponent) with x = (1 + f) 2**exponent, and ln(1 + f) / f."""
+    """Split positive fp32 into (f, exponent) with x = (1 + f) 2**exponent, and ln(1 + f) / f."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - _LEAST_MANTISSA) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -65,7 +65,7 @@ def _split(x):
 
 @triton.jit
 def token_noise(key, ids):
-    """Noise of int32 ``ids`` under an int64 key: int32."""
+    """Return the noise of int32 ``ids`` under an int64 key: int32."""
     bits = key.to(tl.uint64) + (ids.to(tl.uint64) + 1) * _STEP
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
@@ -80,7 +80,7 @@ def token_noise(key, ids):
 
 @triton.jit
 def token_marks(distance, key, ids, takes_part):
-    """Marks that the race compares, the smallest wins: distance plus noise above, the id below; int64."""
+    """Return the marks that the race compares, the smallest wins: distance plus noise above, the id below; int64."""
     mark = (distance + token_noise(key, ids)).to(tl.int64) * 4294967296 + ids
     return tl.where(takes_part & (distance < FAR), mark, NOBODY)
 

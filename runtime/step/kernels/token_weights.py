@@ -34,14 +34,14 @@ _C6 = tl.constexpr(493577)
 
 @triton.jit
 def score_distance(score, largest):
-    """Distance below ``largest`` of fp32 scores that do not exceed it: int32; equal scores have 0, infinite or not."""
+    """Return how far fp32 scores lie below ``largest``, their maximum: int32; 0 for equal ones, infinite or not."""
     below = tl.where(score == largest, 0.0, largest - score)
     return (tl.minimum(below, 32.0) * 16777216.0).to(tl.int32)
 
 
 @triton.jit
 def distance_weight(distance):
-    """int64 weights of int32 distances. Strictly falling until shifted: a step of 1 is 128 units of the fraction."""
+    """Return int64 weights of int32 distances, strictly falling until shifted: a step of 1 is 128 of the fraction."""
     exponent = distance.to(tl.int64) * _LOG2_E  # base 2, in units of 2**-54
     half_f = (exponent >> 23) & 0x7FFFFFFF
     lost = _C5 - (half_f * _C6 >> 31)
@@ -53,14 +53,14 @@ def distance_weight(distance):
 
 
 def score_distance_ref(scores: Tensor) -> Tensor:
-    """Distance of float32 [vocab] from the largest: int64 [vocab]."""
+    """Return the distance of float32 [vocab] from the largest: int64 [vocab]."""
     largest = scores.max()
     below = torch.where(scores == largest, 0.0, largest - scores)
     return (below.clamp(max=32.0) * (1 << int(FRACTION_BITS.value))).long()
 
 
 def distance_weight_ref(distances: Tensor) -> Tensor:
-    """Weights of int64 distances: int64 of the same shape."""
+    """Return the weights of int64 distances: int64 of the same shape."""
     exponent = distances * int(_LOG2_E.value)
     half_f = (exponent >> 23) & 0x7FFFFFFF
     lost = torch.full_like(exponent, int(_C6.value))

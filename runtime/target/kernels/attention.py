@@ -263,6 +263,7 @@ def tree_attention(
         scratch,
         numbers,
         states,
+        None,
         SHAPE=shape,
         ALL_SPLITS=tiles.sums_all_splits,
         ROWS=tiles.rows,

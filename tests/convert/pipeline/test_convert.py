@@ -627,7 +627,7 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
 
 def test_defaults_are_named(tmp_path, target, monkeypatch):
     said = []
-    monkeypatch.setattr("eagle_slim.convert.sources.target.known_target", lambda head: str(target))
+    monkeypatch.setattr("eagle_slim.convert.targets.model.known_target", lambda head: str(target))
     counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
     asked = []
 
@@ -649,7 +649,7 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
 
 
 def test_target_named_by_the_head(tmp_path):
-    from eagle_slim.convert.sources.target import choose_target
+    from eagle_slim.convert.targets.model import choose_target
 
     opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
     choice = choose_target(opened)
@@ -714,7 +714,7 @@ def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
 
 NO_TORCH = """
 import sys
-from eagle_slim.convert import cli, push_cli, verify_cli
+from eagle_slim.convert import cli, removed_cli, verify_cli
 at_import = {"transformers"} & set(sys.modules)
 cli.convert.main(sys.argv[1:], standalone_mode=False)
 print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))

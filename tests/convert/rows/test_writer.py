@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.artifact.checksums import decode_checksums, encode_checksums, row_checksums
-from eagle_slim.convert.artifact.writer import TensorPlan, array_plan, write_safetensors
-from eagle_slim.convert.rows.dtypes import LONG_NAMES, all_finite, rounded
+from eagle_slim.convert.rows.files import LONG_NAMES, all_finite, rounded
+from eagle_slim.convert.rows.writer import TensorPlan, array_plan, write_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

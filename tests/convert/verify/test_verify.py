@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from eagle_slim.convert import Artifact, ArtifactError, CheckpointError, open_head, verify_artifact
-from eagle_slim.convert.rows.safetensors_file import SafetensorsFile
+from eagle_slim.convert.rows.files import SafetensorsFile
 from eagle_slim.convert.sources.builtin import EMBEDDED_HEAD_NAME
 from safetensors.torch import load_file
 from support.conversion import BY_ID, convert, convert_all

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.compare.run import balanced_orders
-from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, NothingToFollowError, UsageError
+from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
@@ -32,7 +32,7 @@ RANKED = DraftVocab(np.random.default_rng(0).permutation(VOCAB), 258, VOCAB)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
     target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=8, total_tokens=40)
+    model = SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(2, 8, 40))
     assert model.opened is not None
     model.opened = replace(model.opened, ranks=RANKED)
     return model
@@ -63,7 +63,7 @@ def test_where_the_target_promises_it_a_difference_is_an_error(
     promise("rows are exact (sums v1)", False)
     result = compare(model, prompts, greedy())
     assert all(row.stats.is_exact and row.num_identical == row.num_answers for row in result.rows)
-    assert [row.cells()[-1] for row in result.rows] == ["equal", "equal"]
+    assert [row.cells()["exact"] for row in result.rows] == ["equal", "equal"]
     promise("rows are exact (sums v1)", True)
     with pytest.raises(EagleSlimError, match="at token 3: its end instead of"):
         compare(model, prompts, greedy())
@@ -114,33 +114,18 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
         tiny_target("llama", vocab_size=VOCAB),
         write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
         tokenizer=model.tokenizer,
-        top_k=2,
+        tree=TreeConfig.of(5, 2),
     )
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
-
-
-def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
-    """Each size as it is and following; one that holds every id has nothing to follow with."""
-    prompts = [Prompt(("one two three",)), Prompt(("four five six",))]
-    result = compare(model, prompts, greedy("full", 270, follow=("prompt", None)))
-    full, alone, follows = drafted(result)
-    assert [each.label for each in (full, alone, follows)] == [FULL, "270", "270 + prompt"]
-    # 360 less 270 ids may join, read in each of three passes.
-    assert follows.draft_bytes - alone.draft_bytes == 90 * model.drafter.weights.hidden * 4 * 3
-    assert all(row.num_identical == row.num_answers for row in result.rows)
-    rows = {row.label: row.to_json() for row in result.rows}
-    assert (rows["270"]["follow"], rows["270 + prompt"]["follow"]) == (None, "prompt")
-    assert rows["270"]["num_missed"] >= rows["270 + prompt"]["num_missed"]
-    only = compare(model, prompts, greedy("full", 270, follow=("prompt",), max_new_tokens=2))
-    assert [each.label for each in drafted(only)] == [FULL, "270 + prompt"]
-    with raises(NothingToFollowError):
-        compare(model, prompts, greedy(follow=("prompt",)))
 
 
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
     other = SpeculativeModel.from_pretrained(
-        model.target.model, write_head(tmp_path / "other", vocab=VOCAB), tokenizer=model.tokenizer, depth=1, top_k=2
+        model.target.model,
+        write_head(tmp_path / "other", vocab=VOCAB),
+        tokenizer=model.tokenizer,
+        tree=TreeConfig.of(1, 2),
     )
     trees = (TreeConfig(2, 8, 40), None)
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
@@ -155,17 +140,6 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     assert [candidate.tree for candidate in drafted(result)[:2]] == [(2, 8, 40), (0, 0, 0)]
     assert [(each.mode, each.batch) for each in result.recommendations] == [("greedy", 1), ("greedy", 2)]
     assert all(row.num_identical == row.num_answers for row in result.rows)
-
-
-def test_the_order_of_each_prompt_is_drawn_and_balanced() -> None:
-    for count, rows in ((2, 2), (3, 6), (4, 4)):
-        orders = balanced_orders(count, np.random.default_rng(0))
-        block = [next(orders) for _ in range(rows)]
-        for place in range(count):
-            assert Counter(order[place] for order in block) == dict.fromkeys(range(count), rows // count)
-        pairs = Counter(pair for order in block for pair in pairwise(order))
-        assert pairs == dict.fromkeys(permutations(range(count), 2), rows // count)
-    assert len({tuple(next(orders)) for _ in range(60)}) > rows
 
 
 def test_a_single_category_has_no_rows_of_its_own(model: SpeculativeModel) -> None:
@@ -188,28 +162,133 @@ def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel)
     result = compare(model, [Prompt(("one", "x " * 300, "two")), Prompt(("two",))], greedy())
     assert result.is_complete
     assert [row.num_answers for row in result.rows] == [2, 2]
-    (finding,) = result.findings
-    assert finding.prompt == 0
-    assert re.match("left out from turn 2 on, .* no room", finding.message)
+    (omission,) = result.omissions
+    assert omission.prompt == 0
+    assert (omission.candidate, omission.is_fault) == (PLAIN, False)
+    assert re.match("turn 2 left out: .* no room", omission.message)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., bool], BaseException], None]:
+    """Make `generate` raise an error wherever the first function says so of the draft vocabulary and the prompts."""
+    made = SpeculativeModel.generate
+
+    def fail(is_asked: Callable[..., bool], error: BaseException) -> None:
+        def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
+            draft_vocab = self.draft_vocab if options.get("speculative", True) else 0
+            # Shorter ones make warm.
+            if options["max_new_tokens"] > 2 and is_asked(draft_vocab, ids):
+                raise error
+            return made(self, ids, **options)
+
+        monkeypatch.setattr(SpeculativeModel, "generate", generate)
+
+    return fail
 
 
 @pytest.mark.parametrize("fault", [DeviceMemoryError, LogitsError])
 def test_a_batch_that_cannot_be_answered_costs_no_other(
-    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, fault: type[EagleSlimError]
+    model: SpeculativeModel, failing: Callable[..., None], fault: type[EagleSlimError]
 ) -> None:
+    failing(lambda draft_vocab, ids: len(ids) == 2, fault("too small"))
+    result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
+    assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
+    assert [(each.batch, each.is_fault) for each in result.omissions] == [(2, False)]
+    with raises(EagleSlimError, option="too small"):
+        compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(2,)))
+
+
+def test_a_later_turn_that_the_template_refuses_is_left_out(model: SpeculativeModel, tmp_path: Path) -> None:
+    only_first = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0]['content'] }}"
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = only_first
+    head = write_head(tmp_path / "other", vocab=VOCAB)
+    other = SpeculativeModel.from_pretrained(model.target.model, head, tokenizer=tokenizer, tree=TreeConfig(2, 2, 7))
+    prompts = [Prompt((text, *more)) for text, more in (("a", ()), ("b", ("c", "d")), ("e", ()))]
+    steps: list[tuple[int, int]] = []
+    result = compare(other, prompts, greedy(), progress=lambda *step: steps.append(step))
+    assert ([row.num_answers for row in result.rows], steps[-1], result.is_complete) == ([3, 3], (10, 10), True)
+    (omission,) = result.omissions
+    assert (omission.candidate, omission.prompt, omission.is_fault) == (PLAIN, 1, False)
+    assert re.match("turn 2 left out: .*one turn", omission.message)
+
+
+def test_a_candidate_that_fails_from_a_prompt_on_costs_no_other(
+    model: SpeculativeModel, failing: Callable[..., None]
+) -> None:
+    prompts = [Prompt((f"question {number}",)) for number in range(9)]
+    asked = Counter[int]()
+
+    def is_broken(draft_vocab: int, ids: Any) -> bool:
+        asked[draft_vocab] += 1
+        return draft_vocab == 300 and asked[300] > 3
+
+    failing(is_broken, RuntimeError("CUDA error: an illegal\nmemory access"))
+    result = compare(model, prompts, greedy("full", 300))
+    assert [(row.label, row.num_answers, row.num_prompts, row.is_compared) for row in result.rows] == [
+        (PLAIN, 9, 9, True),
+        (FULL, 9, 9, True),
+        ("300", 3, 3, False),
+    ]
+    alone = result.rows[2]
+    assert alone.stats.num_new_tokens == sum(a.stats.num_new_tokens for a in result.answers if a.candidate == "300")
+    assert alone.speedup is not None
+    assert result.recommendations[0].as_fast == (FULL,)
+    assert result.recommendations[0].reasons[-1] == "300 is not compared, as it failed too often."
+    (omission,) = result.omissions
+    assert str(omission) == (
+        "300, batch 1, prompt 3 (6 times): turn 1 left out: RuntimeError: CUDA error: an illegal memory access"
+    )
+    assert omission.is_fault
+
+
+def test_a_single_failure_leaves_its_turn_out_for_all(model: SpeculativeModel, failing: Callable[..., None]) -> None:
+    prompts, second = [Prompt((text,)) for text in ("one", "two", "three")], model.encode_chat("two")
+    failing(lambda draft_vocab, ids: draft_vocab == 300 and ids[0] == second, MemoryError())
+    result = compare(model, prompts, greedy("full", 300))
+    assert [(row.num_answers, row.num_prompts, row.is_compared) for row in result.rows] == [(2, 2, True)] * 3
+    assert Counter(answer.candidate for answer in result.answers) == {PLAIN: 3, FULL: 3, "300": 2}
+    # Where plain decoding fails, nothing can be compared.
+    failing(lambda draft_vocab, ids: draft_vocab == 0 and ids[0] == second, MemoryError())
+    result = compare(model, prompts, greedy("full", 300))
+    assert [row.num_answers for row in result.rows] == [2] * 3
+
+
+def test_candidates_that_fail_one_after_another_keep_their_figures(
+    model: SpeculativeModel, failing: Callable[..., None]
+) -> None:
+    prompts = [Prompt((text,)) for text in ("one", "two")]
+    broken = dict(zip((VOCAB, 300), (model.encode_chat(prompt.turns[0]) for prompt in prompts), strict=True))
+    failing(lambda draft_vocab, ids: ids[0] == broken.get(draft_vocab), RuntimeError("no"))
+    result = compare(model, prompts, greedy("full", 300))
+    assert [(row.num_answers, row.is_compared) for row in result.rows] == [(2, True), (1, False), (1, False)]
+    assert all(row.measured for row in result.rows)
+
+
+def test_what_does_not_start_is_left_out(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SpeculativeModel.generate
 
     def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
-        if len(ids) == 2 and options["max_new_tokens"] > 2:
-            raise fault("too small")
+        if self.draft_vocab in broken and len(ids) == 2 and options["max_new_tokens"] and options["speculative"]:
+            raise RuntimeError("does not fit")
         return made(self, ids, **options)
 
     monkeypatch.setattr(SpeculativeModel, "generate", generate)
-    result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
-    assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
-    assert [finding.batch for finding in result.findings] == [2]
-    with raises(EagleSlimError, option="too small"):
-        compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(2,)))
+    prompts, broken = [Prompt(("one",)), Prompt(("two",))], {300}
+    rows = compare(model, prompts, greedy("full", 300, batches=(1, 2))).rows
+    assert [(row.batch, row.num_answers) for row in rows] == [(1, 2)] * 3 + [(2, 2), (2, 2), (2, 0)]
+    broken.add(VOCAB)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        compare(model, prompts, greedy("full", 300, batches=(2,)), progress=lambda *_: pytest.fail("measured"))
+
+
+def test_ctrl_c_keeps_what_was_answered(model: SpeculativeModel, failing: Callable[..., None]) -> None:
+    prompts, second = [Prompt(("one",)), Prompt(("two",))], model.encode_chat("two")
+    failing(lambda draft_vocab, ids: ids[0] == second, KeyboardInterrupt())
+    result = compare(model, prompts, greedy())
+    assert ([row.num_answers for row in result.rows], result.is_complete) == ([1, 1], False)
+    with pytest.raises(KeyboardInterrupt):
+        compare(model, prompts[1:], greedy())
 
 
 @pytest.mark.parametrize(
@@ -220,7 +299,6 @@ def test_a_batch_that_cannot_be_answered_costs_no_other(
         ({"sizes": (0,)}, "0"),
         ({"modes": ("greedy", "greedy")}, "modes"),
         ({"modes": ("wild",)}, "wild"),
-        ({"follow": ("text",)}, "text"),
         ({"batches": (0, 1)}, "batches"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"sampling": SamplingConfig()}, "temperature"),

@@ -37,7 +37,7 @@ def made_up(
                 missed_ids={7: 1} if label != PLAIN else {},
             )
             category = ("math", "</script><b>H")[group % 2]
-            answers.append(Answer("greedy", 1, group, label, category, 1, 1, stats))
+            answers.append(Answer("greedy", 1, group, 0, label, category, 1, 1, stats))
     model: Any = None
     drafted = [
         Candidate(label, label, model, size, size * 100, head="H", tree=(3, 4, 25))
@@ -69,9 +69,10 @@ def test_the_advice_says_why() -> None:
     (advice,) = RESULT.recommendations
     assert (advice.candidate, advice.draft_vocab, advice.is_decided, advice.beats_plain) == ("4,000", 4000, True, True)
     text = " ".join(advice.reasons)
-    assert "2.80 tokens per pass, 100.0 ms a step" in text
+    assert "accepted length 2.80, 100.0 ms a step" in text
     assert "28.0 tokens/s" in text
-    assert "it runs at 2.80 (2.80 to 2.80) times its speed" in advice.headline  # 28.0 against 10.0 of plain decoding
+    # 28.0 against 10.0 of plain decoding.
+    assert advice.headline == "greedy: 4,000 beats plain decoding, at 2.80 (2.80 to 2.80) times its speed."
 
 
 def test_sizes_without_a_step_have_dashes() -> None:
@@ -83,7 +84,7 @@ def test_sizes_without_a_step_have_dashes() -> None:
     missing = result.to_json()["rows"][2]
     assert {missing[name] for name in ("mean_accepted_length", "missed_rate", "tokens_per_s", "step_s")} == {None}
     (advice,) = made_up(SPEEDS, unmeasured=tuple(SPEEDS)).recommendations
-    assert (advice.headline, advice.as_fast) == ("greedy: no step was measured", ())
+    assert (advice.headline, advice.as_fast) == ("greedy: no step was measured.", ())
 
 
 def test_a_category_named_all_is_not_taken_for_all_prompts() -> None:
@@ -97,21 +98,18 @@ def test_text_and_json_hold_the_same_figures() -> None:
     (advice,) = RESULT.recommendations
     table, *told = RESULT.to_text().split("\n\n")
     lines = table.splitlines()
-    assert re.split("  +", lines[0]) == [
-        "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "passes", "exact",
-    ]  # fmt: skip
-    expected = [
-        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3", "1.93", "150.0", "200", "20/20",
-    ]  # fmt: skip
-    assert re.split("  +", lines[2]) == expected
+    names = "size  mode  batch  category  accepted length  missed  tokens/s  speed-up  ms/step  passes  exact"
+    full = "full (9,000)  greedy  1  all  2.900  33.3%  19.3  1.93  150.0  200  20/20"
+    assert re.split("  +", lines[0]) == names.split("  ")
+    assert re.split("  +", lines[2]) == full.split("  ")
     assert re.split("  +", lines[1])[4:6] == ["1.000", "-"]
     assert told == ["\n  ".join([advice.headline, *advice.reasons])]
     data = json.loads(json.dumps(RESULT.to_json(), allow_nan=False))
     assert len(data["rows"]) == len(lines) - 1 == 12
-    full = data["rows"][1]
-    assert (full["candidate"], full["num_passes"]) == ("full (9,000)", 200)
-    assert full["accepted_lengths"] == {"2": 20, "3": 180}
-    assert (full["mean_accepted_length"], full["missed_rate"], full["step_s"]) == (2.9, 0.333333, 0.15)
+    row = data["rows"][1]
+    assert (row["candidate"], row["num_passes"]) == ("full (9,000)", 200)
+    assert row["accepted_lengths"] == {"2": 20, "3": 180}
+    assert (row["mean_accepted_length"], row["missed_rate"], row["step_s"]) == (2.9, 0.333333, 0.15)
 
 
 def test_a_folder_is_written_once(tmp_path: Path) -> None:
@@ -179,11 +177,11 @@ def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
     assert len(tips) == 2
     assert "visibility: visible" in tips[1]
     assert "<b>4,000 tokens</b>" in tips[1]
-    assert "tokens per pass, greedy: 2.80" in tips[1]
+    assert "accepted length, greedy: 2.80" in tips[1]
     assert "<b>1,000 tokens</b>" in tips[0]
     assert "tokens/s, greedy: 24.44" in tips[0]
     assert "plain decoding, greedy: 10.00" in tips[0]
-    assert "<li>4,000: 2.80 tokens per pass" in dom
+    assert "<li>4,000: accepted length 2.80" in dom
     assert dom.count("recommended (greedy)") == 2
     assert "at most 24 new tokens." in dom
     rows = rows_of(dom)

@@ -13,7 +13,7 @@ from eagle_slim.runtime.drafter.launch import prefill_drafter
 from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
 from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import UnsupportedModelError
-from eagle_slim.runtime.loading import resolve_tap_layers
+from eagle_slim.runtime.opening.pairing import resolve_tap_layers
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.naive_drafter import Naive

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.convert import ConvertOptions, convert_head, embedded_target_folder
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from safetensors import safe_open
 from support.upstream_models import NEEDS_UPSTREAM, OWN_TRANSFORMERS, UPSTREAM
 
@@ -36,7 +36,7 @@ def slim(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @OWN_TRANSFORMERS
 def test_passes_of_the_slim_head_here(slim: Path) -> None:
-    model = SpeculativeModel.from_pretrained(head=slim, dtype=torch.float32, device="cpu", total_tokens=60)
+    model = SpeculativeModel.from_pretrained(head=slim, dtype=torch.float32, device="cpu", tree=TreeConfig())
     found = [model.generate(model.encode_chat(text), max_new_tokens=NEW_TOKENS) for text in questions()]
     assert [output.stats.num_passes for output in found] == PASSES
 

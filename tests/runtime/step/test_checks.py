@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import CheckError, DrafterError
 from eagle_slim.runtime.step.kernels import acceptance
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 12}
+TREE = {"tree": TreeConfig(3, 4, 12)}
 PROMPTS = random_prompts([3, 9, 5])
 Spoil = Callable[[Any], None]
 
@@ -33,7 +34,7 @@ def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
     ("tree", "options"),
     [
         ({}, {}),
-        ({"depth": 3, "top_k": 1, "total_tokens": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
+        ({"tree": TreeConfig(3, 1, 5)}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
         ({}, {"speculative": False}),
         ({}, {"repetition_penalty": 1.2, "max_slots": 2, "ignore_eos": True}),
     ],
@@ -116,7 +117,7 @@ ACCEPTED = {
 def test_wrong_paths_and_spans_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (spoil, message), walk = ACCEPTED[name], acceptance.walk_ref
 
-    def spoiled(choices: Any, trees: Any, longest: int, state: acceptance.SlotState, *rest: Any) -> None:
+    def spoiled(choices: Any, trees: Any, longest: int, state: SlotState, *rest: Any) -> None:
         walk(choices, trees, longest, state, *rest)
         # Steps alone: there both slots have taken part.
         if int((state.record[:-1, 0] > 0).sum()) == 2:

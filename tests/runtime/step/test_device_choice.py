@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.errors import LogitsError
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
@@ -18,7 +18,7 @@ from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
 
-TREE = {"depth": 3, "top_k": 3, "total_tokens": 15}
+TREE = {"tree": TreeConfig(3, 3, 15)}
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_logits_that_are_no_distribution_are_told_where_steps_run_ahead(
 def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str) -> None:
     """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""
     target, head = tiny_target("llama"), write_head(tmp_path)
-    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **TREE)
-    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **TREE)
+    model = SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), head, **TREE)
+    fresh = SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), head, **TREE)
     options = {"max_new_tokens": 12, "ignore_eos": True, "speculative": is_drafted}
     prompt = random_prompts([70])[0]
     first = model.generate(prompt, reuse_prefix=True, **options)
@@ -160,14 +160,18 @@ def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str)
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
 def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, backend: str) -> None:
     target, head = tiny_target("qwen2"), write_head(tmp_path)
-    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, depth=2, top_k=2, total_tokens=5)
+    model = SpeculativeModel.from_pretrained(
+        open_target(target, target_backend=backend), head, tree=TreeConfig(2, 2, 5)
+    )
     prompts = random_prompts([12, 20, 9])
     options = {"max_new_tokens": 6, "ignore_eos": True}
     first = model.generate(prompts, reuse_prefix=True, **options)
     turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)][::-1]
     output = model.generate(turns, reuse_prefix=True, **options)
     assert all(result.stats.num_reused_tokens >= len(result.prompt_ids) - 8 for result in output.results)
-    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, depth=2, top_k=2, total_tokens=5)
+    fresh = SpeculativeModel.from_pretrained(
+        open_target(target, target_backend=backend), head, tree=TreeConfig(2, 2, 5)
+    )
     assert output.token_ids == fresh.generate(turns, **options).token_ids
     plain = model.generate(turns, reuse_prefix=True, speculative=False, **options)
     assert plain.token_ids == output.token_ids
@@ -195,7 +199,7 @@ def test_what_slots_hold() -> None:
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
 def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> None:
     model = SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), target_backend=backend, depth=2, top_k=2, total_tokens=5
+        open_target(tiny_target("llama"), target_backend=backend), write_head(tmp_path), tree=TreeConfig(2, 2, 5)
     )
     prompt = random_prompts([9])[0]
     wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
@@ -220,7 +224,7 @@ def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> 
 
 
 def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path: Path) -> None:
-    options = {"depth": 2, "top_k": 2, "total_tokens": 5}
+    options = {"tree": TreeConfig(2, 2, 5)}
     target, head = tiny_target("llama"), write_head(tmp_path)
     one = SpeculativeModel.from_pretrained(target, head, **options)
     other = SpeculativeModel(one.target, one.drafter)

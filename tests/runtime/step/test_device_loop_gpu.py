@@ -5,24 +5,24 @@ from __future__ import annotations
 import gc
 import json
 import random
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, open_target
 from eagle_slim.runtime.errors import CheckError, LogitsError
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
-from eagle_slim.runtime.step import decoder, decoders
-from eagle_slim.runtime.step.shapes import ShapeChooser, shapes_for, shapes_up_to
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.runtime.step import decoders, graphs
+from eagle_slim.runtime.step.shapes import Acceptance, Costs, ShapeChooser, shapes_for, shapes_up_to
+from support.built_decoders import watch_decoders
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 24}
+TREE = {"tree": TreeConfig(3, 4, 24)}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 
 
@@ -37,7 +37,7 @@ def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[l
     target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
     head = write_head(folder, hidden=64)
     model = SpeculativeModel.from_pretrained(
-        target.cuda(), head, drafter="triton", target_backend="fused", **tree or TREE
+        open_target(target.cuda(), target_backend="fused"), head, drafter="triton", **tree or TREE
     )
     return model, random_prompts([1, 9, 70, 2, 33])
 
@@ -85,7 +85,7 @@ class SpoiledGain:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_running_ahead_changes_no_token(
+def test_partial_verification_changes_no_token(
     tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = pair(tmp_path, "llama")
@@ -104,8 +104,12 @@ def test_running_ahead_changes_no_token(
 class InTurn(ShapeChooser):
     """Takes every shape in turn, plain steps among them; each is timed before its first step."""
 
-    def next(self, places: int, context: float) -> TreeConfig | None:
-        shapes = shapes_for(places, self._shapes)
+    def __init__(self, acceptance: Acceptance, costs: Costs, shapes: Sequence[TreeConfig | None]) -> None:
+        super().__init__(acceptance, costs, shapes)
+        self.shapes = shapes
+
+    def next(self, batch: int, context: float) -> TreeConfig | None:
+        shapes = shapes_for(batch, self.shapes)
         return shapes[self.steps.total() % len(shapes)]
 
 
@@ -114,10 +118,12 @@ class InTurn(ShapeChooser):
 def test_shapes_chosen_by_step_change_no_token(
     tmp_path: Path, sampling: dict[str, Any], is_forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts = pair(tmp_path, "llama", depth=3, top_k=4)
-    decoders = model._decoders
+    model, prompts = pair(tmp_path, "llama", tree=TreeConfig.of(3, 4))
+    model = model.with_tree(None)
     if is_forced:
-        monkeypatch.setattr(decoders, "new_chooser", lambda each: InTurn(decoders.acceptance, decoders.costs, each))
+        monkeypatch.setattr(
+            decoders.Decoders, "new_chooser", lambda own, shapes: InTurn(own.acceptance, own.costs, shapes)
+        )
     options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, **sampling}
     plain = model.generate(prompts, speculative=False, **options)
     for slots in (1, 4):
@@ -136,21 +142,6 @@ def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
     ids, rest = torch.tensor([prompt], device="cuda"), {"do_sample": False, "pad_token_id": 0}
     output = model.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **rest)  # type: ignore[operator]
     return output[0, len(prompt) :].tolist()
-
-
-def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path) -> None:
-    """Nine ids and at most seven that join; slots are taken again, and steps are replayed from graphs."""
-    model, prompts = pair(tmp_path, "llama")
-    nine = DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"])
-    few = model.with_draft_vocab(nine).with_follow("prompt", 7)
-    reference = few.with_drafter("reference")
-    wanted = reference.generate(prompts, max_new_tokens=40, max_slots=2)
-    for slots in (2, 16):
-        output = few.generate(prompts, max_new_tokens=40, max_slots=slots)
-        assert "CUDA graphs" in output.stats.path
-        assert output.token_ids == wanted.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
-        assert output.stats.accepted_lengths == wanted.stats.accepted_lengths
-    assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
 
 
 @pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
@@ -173,7 +164,7 @@ def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
 
 def smollm2(dtype: torch.dtype, drafter: str) -> tuple[SpeculativeModel, list[list[int]]]:
     # The tree that was measured, whatever size is the fastest on this GPU.
-    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, total_tokens=60)
+    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, tree=TreeConfig())
     lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
     return model, [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
 
@@ -248,29 +239,53 @@ def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(step.draft_s > 0 < step.verify_s for step in phases.stats.steps)
 
 
-def test_after_warming_up_a_call_captures_nothing(tmp_path: Path) -> None:
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each graph that is captured from now on."""
+    captures, capture = list[None](), graphs.GraphPool.capture
+
+    def counted(pool: graphs.GraphPool, run: graphs.Work) -> graphs.Work:
+        captures.append(None)
+        return capture(pool, run)
+
+    monkeypatch.setattr(graphs.GraphPool, "capture", counted)
+    return captures
+
+
+def test_after_warming_up_a_call_captures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = pair(tmp_path, "llama")
+    built, captures = watch_decoders(monkeypatch), count_captures(monkeypatch)
     options = {"temperature": 0.8, "top_p": 0.9}
     first = model.warmup(4, 300, **options)
-    assert first.num_graphs == 5
+    assert first.num_graphs == len(captures) == 5
     assert first.capture_s > 0 < first.compile_s
     assert first.cache_bytes > 0
     assert model.warmup(4, 300, **options).num_graphs == 0
-    decoders = model._decoders
-    before = dict(decoders._decoders)
     output = model.generate(prompts[:4], max_new_tokens=20, **options)
-    assert decoders._decoders == before
-    assert output.stats.graph_bytes == decoders.graph_bytes
+    assert built.count == 1
+    assert len(captures) == 5
+    assert output.stats.graph_bytes == first.graph_bytes
     assert output.stats.cache_bytes == first.cache_bytes
-    assert [len(graphs) for decoder in before.values() for graphs in decoder._graphs.values()] == [5]
     assert model.warmup(4, 300, speculative=False).num_graphs == 5
+
+
+def test_partial_verification_is_warmed_up_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair(tmp_path, "llama")
+    captures = count_captures(monkeypatch)
+    small = partial(PartialVerification, num_blocks=1, min_length=0)
+    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+    assert model.warmup(1, 300, partial_verification="exact").num_graphs == len(captures) == 3
+    options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    found = model.generate(random_prompts([100]), partial_verification="exact", **options)
+    assert found.stats.num_partial_passes > 0
+    assert len(captures) == 3
 
 
 def test_memory_after_300_calls_is_that_after_30(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random calls over more numbers of slots and rules than are kept: each is built and captured many times."""
-    monkeypatch.setattr(decoders, "MOST_DECODERS", 3)
-    monkeypatch.setattr(decoder, "MOST_RULES", 3)
+    monkeypatch.setattr(decoders, "MAX_DECODERS", 3)
+    monkeypatch.setattr(graphs, "MAX_RULES", 3)
     model, prompts = pair(tmp_path, "llama")
+    built = watch_decoders(monkeypatch)
     sampled: dict[str, Any] = {"temperature": 0.8, "seed": 1}
     rules = [{}, sampled, {**sampled, "top_p": 0.9}, {"repetition_penalty": 1.2}, {"suppress_tokens": [5]}]
     kinds = list(product((1, 2, 4), (True, False), rules))
@@ -288,7 +303,7 @@ def test_memory_after_300_calls_is_that_after_30(tmp_path: Path, monkeypatch: py
     answers = dict(found)
     assert len(answers) == 15
     assert all(token_ids == answers[kind] for kind, token_ids in found)
-    assert len(model._decoders._decoders) == 3
-    assert all(len(each._graphs) <= 3 for each in model._decoders._decoders.values())
+    assert len(built.alive) == 3
+    assert all(len(each.graphs.kept) <= 3 for each in built.alive)
     # Half of what cuBLAS keeps for one more stream.
     assert used[1] - used[0] < 16 << 20

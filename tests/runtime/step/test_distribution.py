@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.settings import SamplingConfig
 from scipy import stats
 from support.sampling import warp
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
     with torch.no_grad():
         target.lm_head.weight.mul_(0.35)  # softer, so that every token has a chance
     head = write_head(tmp_path_factory.mktemp("head"), vocab=VOCAB, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    return SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, total_tokens=24)
+    return SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(2, 4, 24))
 
 
 def joint_probabilities(model: SpeculativeModel, sampling: SamplingConfig) -> np.ndarray:

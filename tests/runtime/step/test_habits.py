@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import GenerationOutput, SpeculativeModel
+from eagle_slim.runtime import GenerationOutput, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
@@ -21,7 +21,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-TREE = {"depth": 3, "top_k": 4}
+TREE = {"tree": TreeConfig(3, 4, 16)}
 PROMPTS = random_prompts([3, 9, 6])
 WIDTH = 9
 LEFT = torch.tensor([[0] * (WIDTH - len(prompt)) + prompt for prompt in PROMPTS])
@@ -51,6 +51,11 @@ def test_1_a_left_padded_batch_is_returned_as_it_is(model: SpeculativeModel) -> 
     assert torch.equal(model.generate(LEFT, max_new_tokens=12).sequences, expected)  # the padding id alone marks it
     assert [row.tolist() for row in output] == pickle.loads(pickle.dumps(output)).tolist() == expected.tolist()
     assert (len(output), output.shape) == (3, expected.shape)
+    assert output[:, WIDTH:].tolist() == expected[:, WIDTH:].tolist() == output.token_ids
+    assert torch.equal(output[-1], expected[-1])
+    for same in (output.cpu(), output.to("cpu"), output.reshape(*output.shape)):
+        assert torch.equal(same, expected)
+    assert copy.deepcopy(output).tolist() == expected.tolist()
     # An id that also ends a text is no padding.
     whole = model.generate(LEFT, eos_token_id=0, max_new_tokens=0)
     assert [result.prompt_ids for result in whole.results] == LEFT.tolist()

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
-from eagle_slim.runtime.loading import load_target
+from eagle_slim.runtime.opening.target_files import load_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoders
-from eagle_slim.runtime.step.decoder import recall
-from eagle_slim.runtime.step.decoders import MOST_DECODERS
-from eagle_slim.runtime.step.run_ahead import PartialDecoder
+from eagle_slim.runtime.step.decoders import MAX_DECODERS, Decoders
+from eagle_slim.runtime.step.graphs import recall
+from eagle_slim.runtime.step.partial import PartialChains
+from support.built_decoders import watch_decoders
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 
@@ -29,9 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 
 @pytest.fixture
 def model(tmp_path: Path) -> SpeculativeModel:
-    return SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), depth=2, top_k=2, total_tokens=5
-    )
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), tree=TreeConfig(2, 2, 5))
 
 
 def test_what_was_not_used_for_longest_makes_room() -> None:
@@ -43,30 +42,38 @@ def test_what_was_not_used_for_longest_makes_room() -> None:
     assert kept == {"c": "C", "a": "A", "d": "c a"}
 
 
-def test_decoders_are_bounded_and_built_anew(model: SpeculativeModel) -> None:
+def test_decoders_are_bounded_and_built_anew(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each number of prompts, drafted and plain."""
-    prompts, kept = random_prompts([5, 9, 3, 12, 7, 4, 8]), model._decoders._decoders
+    prompts, built = random_prompts([5, 9, 3, 12, 7, 4, 8]), watch_decoders(monkeypatch)
     kinds = [(count, is_drafted) for count in range(1, 8) for is_drafted in (True, False)]
-    assert len(kinds) > MOST_DECODERS
+    assert len(kinds) > MAX_DECODERS
     answers: dict[int, set[str]] = {count: set() for count, _ in kinds}
     for count, is_drafted in kinds * 2:
         output = model.generate(prompts[:count], max_new_tokens=8, ignore_eos=True, speculative=is_drafted)
         answers[count].add(str(output.token_ids))
-        assert len(kept) <= MOST_DECODERS
-    assert len(kept) == MOST_DECODERS
+        assert len(built.alive) <= MAX_DECODERS
+    assert len(built.alive) == MAX_DECODERS
     assert all(len(each) == 1 for each in answers.values())
-    newest = list(kept.values())[-1]
+    before = built.count
+    assert before == len(kinds) * 2
     model.generate(prompts, max_new_tokens=8, speculative=False)
-    assert list(kept.values())[-1] is newest
+    assert built.count == before
 
 
-def test_a_slot_keeps_its_prefix_when_its_decoder_goes(model: SpeculativeModel) -> None:
-    prompt = random_prompts([20])[0]
+def test_a_slot_keeps_its_prefix_when_its_decoder_goes(
+    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoders, "MAX_DECODERS", 1)
+    built, prompt = watch_decoders(monkeypatch), random_prompts([20])[0]
+    # The cache has a slot more than the prompt needs.
+    model.warmup(2, 100)
     options = {"max_new_tokens": 8, "ignore_eos": True, "reuse_prefix": True}
     first = model.generate(prompt, **options)
-    model._decoders._decoders.clear()
+    model.warmup(2, 100)
     turn = [*prompt, *first.token_ids[0], 5, 6]
     output = model.generate(turn, **options)
+    assert built.count == 4
+    assert len(built.alive) == 1
     assert output.stats.num_reused_tokens >= len(prompt)
     assert output.token_ids == model.generate(turn, max_new_tokens=8, ignore_eos=True).token_ids
 
@@ -77,7 +84,10 @@ def test_full_memory_is_told_and_the_next_call_works(
 ) -> None:
     prompt = random_prompts([9])[0]
     wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
+    # The same with nothing allocated.
+    model = model.with_tree(model.drafter.tree)
     calls: list[None] = []
+    caches: list[weakref.ref[decoders.KVCache]] = []
 
     def out_of_memory(*_: Any, **__: Any) -> None:
         calls.append(None)
@@ -87,18 +97,23 @@ def test_full_memory_is_told_and_the_next_call_works(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB.")
         forward(*_, **__)
 
-    forward = model.target.forward
+    def noted(*given: Any) -> decoders.KVCache:
+        cache = allocate(*given)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    forward, allocate = model.target.forward, decoders.KVCache.allocate
     with monkeypatch.context() as patch:
-        if place == "cache":
-            patch.setattr(decoders.KVCache, "allocate", out_of_memory)
-            model._decoders.drop()
-        else:
+        patch.setattr(decoders.KVCache, "allocate", out_of_memory if place == "cache" else noted)
+        if place == "forward":
             patch.setattr(model.target, "forward", out_of_memory)
         with raises(DeviceMemoryError, option="max_slots") as caught:
             model.generate(prompt, max_new_tokens=8)
     assert "max_new_tokens" in str(caught.value)
     assert "alloc_cpu" not in str(caught.value)
-    assert model._decoders.cache_bytes == 0
+    del caught
+    gc.collect()
+    assert [cache() for cache in caches] == [None] * (place == "forward")
     assert model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True).token_ids == wanted
 
 
@@ -127,14 +142,14 @@ def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) ->
 
 def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
     """Its memory is there for the next one without waiting for cycles to be collected."""
-    kept = model._decoders
+    kept = Decoders(model.target, model.drafter)
     decoder = kept.get(2, 40, kept.tree, PartialVerification("exact", 1, min_length=0))
-    assert isinstance(decoder, PartialDecoder)
+    assert isinstance(decoder.drafts, PartialChains)
     gone = weakref.ref(decoder)
     gc.disable()
     try:
         del decoder
-        kept._decoders.clear()
+        kept.drop()
         assert gone() is None
     finally:
         gc.enable()

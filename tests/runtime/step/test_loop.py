@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import Buffers, DrafterConfig, SpeculativeModel
+from eagle_slim.runtime import Buffers, DrafterConfig, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter import reference
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.step import decoder
+from eagle_slim.runtime.step import prefill
 from support.raising import raises
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
 TREES = {
-    "tree": {"depth": 3, "top_k": 4, "total_tokens": 25},
-    "chain": {"depth": 3, "top_k": 1, "total_tokens": 5},
-    "flat": {"depth": 0, "top_k": 6, "total_tokens": 7},
-    "deep": {"depth": 6, "top_k": 2, "total_tokens": 20},
-    "deeper than the kernel's": {"depth": 17, "top_k": 1, "total_tokens": 19},
-    "fewer nodes than levels": {"depth": 6, "top_k": 2, "total_tokens": 3},
+    "tree": {"tree": TreeConfig(3, 4, 25)},
+    "chain": {"tree": TreeConfig(3, 1, 5)},
+    "flat": {"tree": TreeConfig(0, 6, 7)},
+    "deep": {"tree": TreeConfig(6, 2, 20)},
+    "deeper than the kernel's": {"tree": TreeConfig(17, 1, 19)},
+    "fewer nodes than levels": {"tree": TreeConfig(6, 2, 3)},
 }
 PROMPTS = random_prompts([1, 2, 9, 17])
 NEW = 18
@@ -148,7 +148,7 @@ def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pyt
     model = build(tmp_path, "mistral")
     prompt = random_prompts([50], seed=3)[0]
     whole = model.generate(prompt, max_new_tokens=12)
-    monkeypatch.setattr(decoder, "LARGEST_EAGER_CHUNK", 7)
+    monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 7)
     assert model.generate(prompt, max_new_tokens=12).token_ids == whole.token_ids
     assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
 

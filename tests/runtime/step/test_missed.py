@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.step import plan
-from eagle_slim.vocab_tools import DraftVocab
-from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
+from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -20,7 +18,7 @@ DRAFTED = [2, 3, 5, 7, 8, 11, 12, 13, 17, 19]
 def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
     head = write_head(tmp_path, draft_ids=DRAFTED)
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=2, top_k=3, total_tokens=10)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, tree=TreeConfig(2, 3, 10))
     output = model.generate(random_prompts([1, 9, 5, 2]), max_new_tokens=12, max_slots=2)
     expected = Counter(token for row in output.token_ids for token in row if token not in DRAFTED)
     assert output.stats.missed_ids == dict(expected)
@@ -35,19 +33,7 @@ def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(plan, "_choose_shapes", lambda *_: ((None,), "measured"))
         chosen = model.generate(random_prompts([9]), max_new_tokens=12)
     assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
-    whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
-    assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
-
-
-def test_what_the_prompt_holds_is_not_missed(tmp_path: Path) -> None:
-    head = write_head(tmp_path, own_lm_head=True)
-    base = DraftVocab(np.array(DRAFTED), 0, VOCAB)
-    model = SpeculativeModel.from_pretrained(
-        tiny_target("llama"), head, draft_vocab=base, depth=2, top_k=3, follow="prompt"
+    whole = SpeculativeModel.from_pretrained(
+        model.target.model, write_head(tmp_path / "full"), tree=TreeConfig.of(2, 3)
     )
-    prompts = random_prompts([20, 14])
-    output = model.generate(prompts, max_new_tokens=12, ignore_eos=True)
-    for prompt, result in zip(prompts, output.results, strict=True):
-        unseen = Counter(token for token in result.token_ids if token not in {*DRAFTED, *prompt})
-        assert Counter(result.stats.missed_ids) == unseen
-    assert output.stats.num_missed < len([t for row in output.token_ids for t in row if t not in DRAFTED])
+    assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0

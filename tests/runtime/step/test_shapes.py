@@ -15,7 +15,8 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step import plan, shapes
-from eagle_slim.runtime.step.kernels.acceptance import SlotState
+from eagle_slim.runtime.step.decoders import Decoders
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
 from support.drafting import random_head
 from support.tiny_models import random_prompts, tiny_target, write_head
@@ -53,10 +54,9 @@ def model_of_any_shape(
 
     # In float64, so that no near-tie of a sampled token falls the other way.
     target = tiny_target("llama").double()
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), depth=3, top_k=4)
-    own = model._decoders
-    monkeypatch.setattr(own, "new_chooser", lambda found: InTurn(own.acceptance, own.costs, found))
-    return model
+    monkeypatch.setattr(Decoders, "new_chooser", lambda own, shapes: InTurn(own.acceptance, own.costs, shapes))
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), tree=TreeConfig.of(3, 4))
+    return model.with_tree(None)
 
 
 ORDERS: dict[str, Sequence[TreeConfig | None]] = {

@@ -191,7 +191,9 @@ def test_a_wrapper_of_a_whole_model_runs_as_the_wrapper_does(tapped: Any, tmp_pa
     lora("self_attn.v_proj")(own)
     kinds = {"kind": "eagle3" if tapped else "eagle"}
     for wrapped in (PeftStandIn(own), torch.compile(own, backend="eager")):
-        model = SpeculativeModel.from_pretrained(wrapped, write_head(tmp_path / "head", **kinds), depth=2, top_k=2)
+        model = SpeculativeModel.from_pretrained(
+            wrapped, write_head(tmp_path / "head", **kinds), tree=TreeConfig.of(2, 2)
+        )
         assert answer(model)[0] == own_answer(own)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import DeviceMemoryError, SpeedWarning
 from support.changed_models import CHANGES, FUSED, STEERED, UNCOUNTED
 from support.tiny_models import random_prompts, tiny_target, write_head
@@ -43,7 +43,7 @@ def _exact_products() -> None:
 def loaded(folder: Path, **head: Any) -> tuple[Any, SpeculativeModel]:
     own = tiny_target("llama", hidden_size=64, intermediate_size=96, head_dim=16).cuda()
     written = write_head(folder, hidden=64, **head)
-    return own, SpeculativeModel.from_pretrained(own, written, depth=3, top_k=4, total_tokens=16)
+    return own, SpeculativeModel.from_pretrained(own, written, tree=TreeConfig(3, 4, 16))
 
 
 def own_answer(own: Any) -> list[int]:

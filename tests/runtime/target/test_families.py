@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, UnsupportedModelError
 from support.tiny_models import LAYERS, WINDOW, plain_greedy, random_prompts, tiny_target, widen, write_head
 from support.tiny_models import SIZES as FEW_LAYERS
 from transformers.models.llama import modeling_llama as llama
@@ -60,7 +60,7 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
     if not target._supports_attention_backend:
         pytest.skip(f"{model_class} takes no registered attention function in transformers {transformers.__version__}")
     widen(target.named_parameters())
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(3, 4, 25))
     prompts = random_prompts([1, 9, 17])
     wanted = [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
     output = model.generate(prompts, max_new_tokens=16, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_text_of_a_vision_language_model_whose_tower_has_as_many_layers(tmp_path
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=0)
     target = transformers.LlavaForConditionalGeneration(config).eval()
     widen(target.named_parameters())
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(3, 4, 25))
     prompts = random_prompts([1, 9])
     output = model.generate(prompts, max_new_tokens=16, ignore_eos=True)
     assert output.token_ids == [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
@@ -91,7 +91,7 @@ def test_a_mask_of_the_models_own_is_refused(tmp_path: Path) -> None:
 
 def test_a_prompt_that_sees_what_follows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(3, 4, 25))
     prompt, refused = random_prompts([9])[0], "LlamaAttention computes an attention mask of its own"
     with monkeypatch.context() as patch:  # as PaliGemma and others add it for images
         first_four = partial(llama.create_causal_mask, or_mask_function=lambda batch, head, query, key: key < 4)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import loading
+from eagle_slim.runtime import TreeConfig
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.model import SpeculativeModel
+from eagle_slim.runtime.opening import target_files
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from eagle_slim.runtime.target.fp8_loading import fetch_target, load_fp8
 from eagle_slim.runtime.target.wrapper import TargetModel
@@ -120,7 +121,7 @@ def publish(folder: Path, form: str, change: Callable[[dict[str, Tensor]], None]
 
 def load(folder: Path, form: Fp8Form | None = None) -> nn.Module:
     """Load in float32 on the CPU, which `from_pretrained` refuses: tokens are then decided clearly."""
-    config = loading.load_target_config(folder, None, True)
+    config = target_files.load_target_config(folder, None, True)
     form = form or read_form(getattr(config, "quantization_config", None), str(folder))
     assert form is not None
     return load_fp8(fetch_target(folder, None, True), config, form, torch.float32, CPU)
@@ -128,7 +129,7 @@ def load(folder: Path, form: Fp8Form | None = None) -> nn.Module:
 
 def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> SpeculativeModel:
     head = write_head(tmp_path / "head", hidden=160)
-    model = SpeculativeModel.from_pretrained(loaded, head, total_tokens=8, depth=3, top_k=3)
+    model = SpeculativeModel.from_pretrained(loaded, head, tree=TreeConfig(3, 3, 8))
     prompts = random_prompts([7, 13])
     expected = [plain_greedy(dequantised, prompt, 12) for prompt in prompts]
     for speculative in (True, False):
@@ -266,7 +267,7 @@ def test_a_configuration_of_modelopt_may_name_it_as_a_library() -> None:
 
 def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tmp_path: Path) -> None:
     write_target(tmp_path)
-    config = loading.load_target_config(tmp_path, None, True)
+    config = target_files.load_target_config(tmp_path, None, True)
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
     with HubServer() as hub, connected(hub, tmp_path / "home"):
@@ -274,9 +275,9 @@ def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tm
         hub.add_model("someone/plain", {"config.json": b"{}"})
         for target in (tmp_path, "nvidia/fp8"):
             with pytest.raises(TargetError, match=r"published in FP8.*modelopt.*sm_89"):
-                loading.choose_form(target, config, "auto", None, CPU, None, False)
+                target_files.choose_form(target, config, "auto", None, CPU, None, False)
         for offline in (False, True):
-            assert loading.choose_form("someone/plain", config, "auto", None, CPU, None, offline) is None
+            assert target_files.choose_form("someone/plain", config, "auto", None, CPU, None, offline) is None
 
 
 @pytest.mark.parametrize(
@@ -315,16 +316,16 @@ def test_weights_of_another_format_are_refused_by_name(tmp_path: Path) -> None:
 def test_unknown_positions_and_adapters_that_nothing_applies_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Fp8Form | None
 ) -> None:
-    monkeypatch.setattr(loading, "lacks_fp8", lambda _: None)
+    monkeypatch.setattr(target_files, "lacks_fp8", lambda _: None)
     monkeypatch.setattr(transformers.utils, "is_peft_available", lambda: False)
     write_target(tmp_path)
-    config = loading.load_target_config(tmp_path, None, True)
+    config = target_files.load_target_config(tmp_path, None, True)
     config.rope_parameters = {"rope_type": "mrope"}
     with pytest.raises(TargetError, match="mrope"):
-        loading.load_target(tmp_path, torch.bfloat16, CPU, None, True, config, form)
+        target_files.load_target(tmp_path, torch.bfloat16, CPU, None, True, config, form)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(TargetError, match="adapter_config"):
-        loading.load_target(tmp_path, torch.bfloat16, CPU, None, True, config, form)
+        target_files.load_target(tmp_path, torch.bfloat16, CPU, None, True, config, form)
 
 
 def test_columns_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
@@ -345,9 +346,7 @@ def test_drafted_tokens_are_plain_ones_on_a_gpu(tmp_path: Path, form: str | None
         tmp_path / "target",
         write_head(tmp_path / "head", hidden=160),
         dtype="bfloat16",
-        depth=3,
-        top_k=3,
-        total_tokens=8,
+        tree=TreeConfig(3, 3, 8),
         target_weights="fp8" if form is None else "auto",
     )
     prompts = random_prompts([70, 9, 1])
@@ -362,7 +361,7 @@ def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
 
     GemmaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=24).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="GemmaForCausalLM"):
-        load_fp8(tmp_path, loading.load_target_config(tmp_path, None, True), AT_LOAD, torch.float32, CPU)
+        load_fp8(tmp_path, target_files.load_target_config(tmp_path, None, True), AT_LOAD, torch.float32, CPU)
 
 
 def test_a_tied_lm_head_that_differs_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
-from eagle_slim.runtime import PairingError, SpeculativeModel, loading
+from eagle_slim.runtime import PairingError, SpeculativeModel, TreeConfig, open_head
 from eagle_slim.runtime.errors import HeadWarning, SpeedWarning, TargetWarning, UsageError
+from eagle_slim.runtime.opening import devices
 from eagle_slim.runtime.target.location import given_target
 from support.conversion import BY_ID, convert
 from support.raising import raises
@@ -61,7 +62,7 @@ def test_the_built_in_target_by_its_name_offline_and_only_then(tmp_path: Path, m
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert given_target(EMBEDDED_TARGET_REPO, offline=False) == EMBEDDED_TARGET_REPO
     assert given_target(EMBEDDED_TARGET_REPO, offline=True, revision="main") == EMBEDDED_TARGET_REPO
-    assert loading.target_location(loading.open_any_head(None), None, revision="main") == EMBEDDED_TARGET_REPO
+    assert open_head().target_location(revision="main") == EMBEDDED_TARGET_REPO
     with pytest.warns(TargetWarning, match="dequantised"):
         assert given_target(EMBEDDED_TARGET_REPO, offline=True) == embedded_target_folder()
 
@@ -76,7 +77,7 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
     save_file(tensors, folder / "model.safetensors")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, depth=1, top_k=2)
+        model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, tree=TreeConfig.of(1, 2))
         model.generate([3, 4], max_new_tokens=2)
     found = [str(each.message) for each in caught if each.category is HeadWarning]
     assert len(found) == 1
@@ -98,33 +99,33 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
 def test_sixteen_bits_only_where_the_processor_multiplies_in_them(
     monkeypatch: pytest.MonkeyPatch, stored: str | None, instructions: str, dtype: torch.dtype | str
 ) -> None:
-    monkeypatch.setattr(loading, "cpu_instructions", lambda: frozenset(instructions.split()))
+    monkeypatch.setattr(devices, "cpu_instructions", lambda: frozenset(instructions.split()))
     config = transformers.LlamaConfig(**SIZES)
     config.dtype = None if stored is None else getattr(torch, stored)
-    assert loading.dtype_on_cpu(config) == dtype
+    assert devices.dtype_on_cpu(config) == dtype
 
 
 def test_a_model_is_loaded_in_it_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = write_pair(tmp_path)
     transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(target)
-    monkeypatch.setattr(loading, "cpu_instructions", frozenset)
-    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu")
+    monkeypatch.setattr(devices, "cpu_instructions", frozenset)
+    model = SpeculativeModel.from_pretrained(target, head, tree=TreeConfig.of(2, 4), device="cpu")
     assert model.dtype == model.drafter.weights.dtype == torch.float32
-    told = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu", dtype="bfloat16")
+    told = SpeculativeModel.from_pretrained(target, head, tree=TreeConfig.of(2, 4), device="cpu", dtype="bfloat16")
     assert told.dtype == torch.bfloat16
     needed = 4 * sum(weight.numel() for weight in model.target.model.parameters())
-    monkeypatch.setattr(loading, "free_memory_bytes", lambda: needed)
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: needed)
     with pytest.warns(SpeedWarning, match="the target stays in bfloat16"):
-        kept = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu")
+        kept = SpeculativeModel.from_pretrained(target, head, tree=TreeConfig.of(2, 4), device="cpu")
     assert kept.dtype == torch.bfloat16
 
 
 def test_free_memory_is_that_of_the_control_group_where_it_is_less(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   4000 kB\n")
-    assert loading.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
+    assert devices.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
-    assert loading.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
+    assert devices.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000\nfile 5000\n")
-    assert loading.free_memory_bytes(tmp_path, tmp_path) == 2_000_000
-    assert loading.free_memory_bytes() > 0
+    assert devices.free_memory_bytes(tmp_path, tmp_path) == 2_000_000
+    assert devices.free_memory_bytes() > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.target import attention, shared_copy, wrapper
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
@@ -41,7 +41,7 @@ def test_modules_run_another_way_meanwhile_as_ever(head: Path) -> None:
     own: Any = tiny_target("llama")
     wanted, wanted_hidden = plain_greedy(own, PROMPT, 6, eos=None), own.model(torch.tensor([PROMPT]))[0]
     before = state(own)
-    model = SpeculativeModel.from_pretrained(own, head, depth=2, top_k=2, total_tokens=5)
+    model = SpeculativeModel.from_pretrained(own, head, tree=TreeConfig(2, 2, 5))
     found: list[Any] = []
     inside = threading.local()
 
@@ -116,7 +116,7 @@ class Interrupt:
 def test_an_interrupt_at_any_line_leaves_nothing_behind(head: Path) -> None:
     own: Any = tiny_target("llama", num_hidden_layers=4)
     wanted = plain_greedy(own, PROMPT, 4, eos=None)
-    model = SpeculativeModel.from_pretrained(own, head, depth=2, top_k=2, total_tokens=5)
+    model = SpeculativeModel.from_pretrained(own, head, tree=TreeConfig(2, 2, 5))
 
     def generate() -> list[int]:
         own.config.seen = own.config.seen + 1  # a change, so that the model is taken anew

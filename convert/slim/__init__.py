@@ -1,0 +1,1 @@
+"""A slim head as it is written: tensors, configuration, model card."""

@@ -1,0 +1,1 @@
+"""The target of a head: which model it is, whether the two fit, and the LM head whose rows are gathered."""

@@ -1,0 +1,180 @@
+"""The target model of a head: which one it is, what its configuration says, and whether head and tokenizer fit it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eagle_slim.vocab_tools.files import expand_home, read_object
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
+
+from ..errors import MismatchError, SourceError
+from ..heads.draft_head import DraftHead, has_padding_of
+from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance, or_built_in
+from ..sources.source import ResolvedSource, target_files
+
+# Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
+_MOST_SURPLUS = 8
+_OTHER_TARGET = "This is not the target that the head was trained for: give that one with --target."
+
+RECORDED = "recorded in the head's manifest"
+
+
+@dataclass(frozen=True)
+class TargetChoice:
+    """The repository or folder of a target, None for the embedded SmolLM2-135M-Instruct, and who named it."""
+
+    name: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class HeadTarget:
+    """A target whose small files are at hand.
+
+    Attributes:
+        name: as it was given, for messages.
+        source: folder with config.json and the tokenizer's files, and the commit.
+        config: of the language model (the text part of a multimodal one).
+        provenance: for the manifest.
+    """
+
+    name: str
+    source: ResolvedSource
+    config: Mapping[str, Any]
+    provenance: dict[str, Any]
+
+    @property
+    def num_layers(self) -> int | None:
+        """Number of decoder layers, or None where the configuration does not say."""
+        found = self.config.get("num_hidden_layers")
+        return found if isinstance(found, int) else None
+
+
+def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
+    """Choose the target that config.json, manifest, table of public heads or card say; None where none does."""
+    if is_builtin:
+        return TargetChoice(None, "the built-in head's")
+    if head.target_name is not None and not is_missing_folder(head.target_name):
+        return TargetChoice(head.target_name, "named in the head's config.json")
+    if head.manifest is not None:
+        recorded = head.manifest.target
+        if recorded.get("wheel"):
+            return TargetChoice(None, RECORDED)
+        if recorded.get("repo_id"):
+            return TargetChoice(str(recorded["repo_id"]), RECORDED)
+    if head.source is None:
+        return None
+    if (known := known_target(head.source.repo_id)) is not None:
+        return TargetChoice(known, "from the table of public heads")
+    if (named := head.source.on_card("base_model")) is not None:
+        return TargetChoice(named, "named in the head's model card")
+    return None
+
+
+def known_target(head: str | None) -> str | None:
+    """Return the target of a public head, as the author names it, from public_heads.json; None for other heads."""
+    targets = json.loads((Path(__file__).parent / "public_heads.json").read_text(encoding="utf-8"))
+    # The Hub does not tell upper from lower case when it looks a repository up.
+    return {name.lower(): target for name, target in targets.items()}.get((head or "").lower())
+
+
+def is_missing_folder(name: str) -> bool:
+    """Tell whether a name is a path, perhaps of the machine that trained a head, and no such folder is here."""
+    return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
+
+
+def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTarget:
+    """Fetch the small files of a target, None for the embedded one, and read its configuration.
+
+    The embedded one stands in for its repository where neither the Hub nor its cache can be had.
+    """
+    if name is None:
+        source = ResolvedSource(embedded_target_folder())
+        return HeadTarget(EMBEDDED_TARGET_REPO, source, _config(source), embedded_target_provenance())
+    source = or_built_in(name, lambda place: target_files(place, revision=revision, offline=offline))
+    if name == EMBEDDED_TARGET_REPO and source.repo_id is None:
+        return open_target(None, None, offline)
+    provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
+    if source.repo_id is None:
+        provenance["name"] = Path(name).resolve().name
+    return HeadTarget(name, source, _config(source), provenance)
+
+
+def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
+    """Raise MismatchError where a target's configuration has other sizes than a head, or lacks a layer that it taps."""
+    hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
+    for key, found, value, fits in (
+        ("hidden_size", hidden, head.target_hidden_size, hidden == head.target_hidden_size),
+        ("vocab_size", vocab, head.target_vocab, isinstance(vocab, int) and has_padding_of(head.target_vocab, vocab)),
+    ):
+        if isinstance(found, int) and not fits:
+            raise MismatchError(
+                f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
+                f"{_OTHER_TARGET}"
+            )
+    head.taps(target.num_layers)
+
+
+def open_tokenizer(
+    given: str | Path | None, target: HeadTarget | None, target_vocab: int, offline: bool
+) -> LoadedTokenizer | None:
+    """Load the tokenizer that is given, else the target's own; None where there is neither.
+
+    Raises:
+        MismatchError: it is not the target's, by its hash; or it has many tokens beyond the rows of the target's
+            vocabulary, or far fewer than there are rows.
+        TokenizerError: it cannot be loaded.
+    """
+    own = None
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if target is not None and any((target.source.folder / name).is_file() for name in names):
+        # Under the target's name, since nobody knows the cache folder that holds it.
+        own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
+    tokenizer = own
+    if given is not None:
+        tokenizer = or_built_in(given, lambda place: load_tokenizer(place, offline=offline))
+    if tokenizer is None:
+        return None
+    if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
+        raise MismatchError(
+            f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
+            f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
+            "Leave --tokenizer out to use the target's own."
+        )
+    surplus = int((tokenizer.real_ids >= target_vocab).sum())
+    missing = target_vocab - tokenizer.vocab_size
+    if surplus > _MOST_SURPLUS or missing > max(MOST_PADDING, target_vocab // 20):
+        raise MismatchError(
+            f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
+            f"{target_vocab} rows.\n"
+            "This is the tokenizer of another model: name the right one with --tokenizer or --target."
+        )
+    return tokenizer
+
+
+def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> None:
+    """Raise MismatchError where the vocabulary of a head that is an artifact was chosen for another tokenizer."""
+    recorded = None if head.manifest is None else (head.manifest.tokenizer or {}).get("hash")
+    if tokenizer is not None and recorded not in (None, tokenizer.tokenizer_hash):
+        raise MismatchError.at(
+            head.location,
+            f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
+            "Name the right one with --target or --tokenizer.",
+        )
+
+
+def _config(source: ResolvedSource) -> dict[str, Any]:
+    """Read a target's configuration, that of the text part over the whole; MismatchError for sizes that are none."""
+    config = read_object(source.folder / "config.json", SourceError)
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise MismatchError.of_key(source.label, key, "a positive integer", value)
+    return config

@@ -1,0 +1,66 @@
+"""Options of a comparison: everything but the models and the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..errors import UsageError, misfit
+from ..settings import SamplingConfig, TreeConfig
+
+MODES = ("greedy", "sampled")
+MARKER = "compare.json"
+"""The file that tells a folder of a comparison."""
+_SAMPLING = SamplingConfig(temperature=1.0)
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `compare`.
+
+    Attributes:
+        sizes: draft vocabularies to compare: numbers of rows, in the order of the head's own ranking, or "full" for all
+            that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
+        trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
+        modes: "greedy", "sampled", or both.
+        sampling: how the mode "sampled" chooses tokens.
+        batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
+            prompts, the last one filled up from the beginning.
+        max_new_tokens: most tokens of an answer.
+        partial_verification: "exact" or "lossy" lets drafted answers run ahead on a part of the KV cache.
+
+    Raises `UsageError` for values out of range, and for values given twice.
+    """
+
+    sizes: Sequence[int | Literal["full"]] | None = None
+    trees: Sequence[TreeConfig | None] | None = None
+    modes: Sequence[str] = MODES
+    sampling: SamplingConfig = _SAMPLING
+    batches: Sequence[int] = (1,)
+    max_new_tokens: int = 128
+    partial_verification: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "trees", "modes", "batches"):
+            values = getattr(self, name)
+            if values is not None and not (values and len(set(values)) == len(values)):
+                raise misfit(name, "one value or more, each once", values)
+        for size in self.sizes or ():
+            if size != "full" and not (isinstance(size, int) and size > 0):
+                raise misfit("sizes", 'numbers of rows, or "full"', size)
+        for value in self.modes:
+            if value not in MODES:
+                raise misfit("modes", " or ".join(MODES), value)
+        for name, least in (("batches", 1), ("max_new_tokens", 2)):
+            value = getattr(self, name)
+            if min(value if isinstance(value, Sequence) else (value,)) < least:
+                raise misfit(name, f"at least {least}", value)
+        if "sampled" in self.modes and self.sampling.is_greedy:
+            raise UsageError(
+                'The mode "sampled" needs a temperature above 0. Leave it out of the modes to compare greedy decoding.'
+            )
+
+    def generation(self, mode: str) -> Mapping[str, Any]:
+        """Return the arguments of `SpeculativeModel.generate` that choose tokens as a mode does."""
+        return {} if mode == "greedy" else asdict(self.sampling)

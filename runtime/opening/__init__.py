@@ -1,0 +1,1 @@
+"""Open a head and a target, and check that they belong together before weights are loaded."""

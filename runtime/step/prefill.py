@@ -1,0 +1,121 @@
+"""Prefill: run prompts into slots, chunk by chunk, each from a graph where it can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..ops import Ops
+from ..target.cache import KVCache, Target
+from ..tree import Trees
+from .choice import HostChoice, TokenChoice
+from .drafts import Drafts
+from .graphs import GraphKey, Graphs, Phase, group_phases
+from .kernels.acceptance import commit_features, list_active, walk
+from .kernels.choice_kernels import ChoiceRules
+from .kernels.prompt_chunks import ChunkRows, begin_prompt, chunk_rows, end_chunk
+from .slots import Slots
+
+CHUNKS = (64, 512)
+"""Rows of a captured prompt chunk: the smallest that holds the rest of the prompt, else the largest."""
+LARGEST_EAGER_CHUNK = 1024
+"""Most rows of a prompt chunk that is not captured."""
+
+
+class Prefill:
+    """Runs the prompt in ``slots.box`` into its slot; arguments as in `decoder.Decoder`."""
+
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache,
+        slots: Slots,
+        drafts: Drafts,
+        choice: TokenChoice,
+        graphs: Graphs,
+        *,
+        waits: bool = False,
+    ) -> None:
+        self._target, self._cache, self._slots, self._drafts = target, cache, slots, drafts
+        self._choice, self._graphs, self._waits = choice, graphs, waits
+        self._ops = Ops.for_device(target.device)
+        entering = slots.entering
+        root = torch.full((cache.num_slots, 1), -1, dtype=torch.int64, device=target.device)
+        self._roots = Trees(entering.active_slots, entering.active_count, root, root, torch.zeros_like(root))
+        self._chunks: dict[int, _Chunk] = {}
+
+    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+        """Run ``num_tokens`` of the prompt, its last ones, and choose its first new token."""
+        self._ops(begin_prompt)(self._slots.box, self._slots.state)
+        left = num_tokens
+        while left > 0:
+            chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+            nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
+            self._graphs.run(("chunk", nodes), rules, self._phases(nodes, rules, host))
+            left -= nodes
+        self._ops(list_active)(self._slots.state)
+        if self._drafts.prompt_queries is not None:
+            self._drafts.enter(self._slots.box.numbers[:1])
+
+    def groups(self, rules: ChoiceRules) -> dict[GraphKey, Phase]:
+        """Return all chunks that may be captured, grouped into graphs."""
+        groups: dict[GraphKey, Phase] = {}
+        for nodes in CHUNKS:
+            groups |= group_phases(("chunk", nodes), self._phases(nodes, rules, None))
+        return groups
+
+    def _phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
+        """Return the phases of a chunk; the last chunk chooses the first new token."""
+        ops, slots, drafts = self._ops, self._slots, self._drafts
+        entering, drafter = slots.entering, drafts.drafter
+        chunk = self._chunks.get(nodes) or self._new_chunk(nodes)
+        rows, bufs = chunk.rows, chunk.bufs
+
+        def verify() -> None:
+            ops(chunk_rows)(slots.box, rows)
+            self._target.forward(rows.forward, self._cache, bufs, rows.last_row)
+
+        def prefill() -> None:
+            if drafter is not None:
+                forward = rows.forward
+                drafter.prefill(
+                    bufs.features, rows.next_tokens, forward.positions, rows.pair_rows, forward.attention.slots
+                )
+            ops(end_chunk)(slots.box, nodes, entering)
+
+        def accept() -> None:
+            self._choice.choose(bufs.logits, self._roots, rules, host, chunk.choice)
+            ops(walk)(chunk.choice, self._roots, 1, entering, None if drafter is None else drafter.error)
+
+        def commit() -> None:
+            if slots.features is not None:
+                ops(commit_features)(entering, bufs.features, nodes, rows.first_row, slots.features)
+            self._choice.mark_accepted(entering, rules)
+            if drafts.prompt_queries is not None:
+                drafts.commit_chunk()
+
+        return (
+            Phase("verify", verify, self._waits),
+            Phase("prefill", prefill),
+            Phase("accept", accept, host is not None),
+            Phase("commit", commit),
+        )
+
+    def _new_chunk(self, nodes: int) -> _Chunk:
+        """Allocate a chunk's buffers, kept where few sizes occur."""
+        chunk = _Chunk(self._target, nodes, self._slots.state.lengths, self._cache.capacity)
+        chunk.bufs.queries = self._drafts.prompt_queries
+        if self._ops.use_kernels:
+            self._chunks[nodes] = chunk
+        return chunk
+
+
+class _Chunk:
+    """Buffers of one prompt chunk of ``nodes`` rows."""
+
+    def __init__(self, target: Target, nodes: int, lengths: Tensor, capacity: int) -> None:
+        self.rows = ChunkRows.allocate(nodes, lengths)
+        self.bufs = target.new_buffers(1, nodes, 1, capacity)
+        self.choice = torch.zeros((1, 1), dtype=torch.int32, device=target.device)
