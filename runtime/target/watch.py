@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .known import LIBRARIES, is_of_a_library
 
-_LARGEST = 4096
+_LARGEST = 1 << 16
 """Entries of a container, and bytes of an array, up to which a change inside is noticed."""
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
