@@ -42,7 +42,12 @@ from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention, attention_kernels
-from eagle_slim.runtime.target.kernels.attention import AttentionScratch, AttentionTiles, tree_attention
+from eagle_slim.runtime.target.kernels.attention import (
+    AttentionParams,
+    AttentionScratch,
+    AttentionTiles,
+    tree_attention,
+)
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -394,9 +399,8 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
 
     def run() -> None:
         for keys, values in decoder.cache.layers:
-            target.ops(tree_attention)(
-                bufs.query, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
-            )
+            params = AttentionParams(target.scale)
+            target.ops(tree_attention)(bufs.query, keys, values, rows.attention, params, bufs.attended, bufs.scratch)
 
     return run
 
@@ -450,7 +454,7 @@ def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: Attentio
     ):
         scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
         rows = trees.rows(batch).attention
-        tree_attention(query, keys, values, rows, 1.0, None, torch.empty_like(query), scratch)
+        tree_attention(query, keys, values, rows, AttentionParams(1.0), torch.empty_like(query), scratch)
     return int(counting.num_blocks)
 
 
