@@ -112,10 +112,10 @@ class GenerationStats:
         """Return plain values, keyed as in this class; of the steps the sum."""
         names = [each.name for each in fields(self) if each.name != "steps"]
         names += [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        found = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
         return {
             name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
-            for name, value in found.items()
+            for name, value in values.items()
         }
 
     @classmethod

@@ -72,10 +72,9 @@ def open_target(
         target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or "auto":
             fused on a GPU where the model is exactly of a class that it knows.
 
-    Raises:
-        UsageError: an option that cannot be, or that a loaded target does not have; no such folder.
-        TargetError: no configuration can be had, or it names weights that cannot run here.
-        UnsupportedModelError: a loaded model that cannot verify trees.
+    Raises `UsageError` for an option that cannot be or that a loaded target does not have, and where no such folder is;
+    `TargetError` without a configuration, and for weights that cannot run here; `UnsupportedModelError` for a loaded
+    model that cannot verify trees.
     """
     if transformers.__version__.startswith("4."):
         raise UsageError(
