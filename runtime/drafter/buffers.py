@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import torch
+from eagle_slim.vocab_tools.compat import tensor_state
 from torch import Tensor
 
 from ..errors import UsageError, explain_fields, misfit
@@ -180,12 +181,12 @@ class Buffers:
         ):
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
         # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
-        if not self.num_new.is_inference():
-            self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
+        if (version := tensor_state(self.num_new)[0]) is not None:
+            self.host.update(new=max(map(len, new_tokens), default=0), version=version)
 
     def max_new_tokens(self) -> int:
         """Return the most new tokens of a sequence in the last `set_step`; 0 if ``num_new`` was written since."""
-        is_known = bool(self.host) and self.host["version"] == self.num_new._version
+        is_known = bool(self.host) and self.host["version"] == tensor_state(self.num_new)[0]
         return self.host["new"] if is_known else 0
 
 

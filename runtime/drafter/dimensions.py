@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModelError, UsageError, explain_fields, misfit
+from ..errors import UnsupportedModelError, UsageError, explain_fields, explain_unknown, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from .weights import HeadWeights
 
@@ -113,6 +113,7 @@ class DrafterConfig:
                 raise misfit(field, expected, getattr(self, field))
 
     @classmethod
+    @explain_unknown({})
     def of(
         cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
     ) -> DrafterConfig:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice, misfit
+from ..errors import DrafterError, UsageError, check_choice, explain_unknown, misfit
 from ..ops import Launches, Ops, count_launches
 from ..tree import layout_tree
 from .buffers import Buffers, buffer_layout, check_ids, check_room
@@ -63,6 +63,7 @@ DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
 trees of the active slots into the outputs of these buffers."""
 
 
+@explain_unknown({})
 def launch_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor] | Mapping[str, Tensor],

@@ -314,7 +314,7 @@ def norm_features(draft, PLAN: tl.constexpr):
 
 @triton.jit
 def select(index, at_0, at_1, at_2, at_3):
-    """One of four values."""
+    """Return one of four values."""
     return tl.where(index < 2, tl.where(index == 0, at_0, at_1), tl.where(index == 2, at_2, at_3))
 
 

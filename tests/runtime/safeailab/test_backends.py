@@ -97,10 +97,13 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
         check(frontier_generate, model, backend=backend)
     assert len(kept_on(model)) == 1, "its own drafter needs no other"
     sampled = {"temperature": 0.7, "seed": 5, "max_new_tokens": 6}
-    for off in ({"top_p": 0.0}, {"top_k": 0, "top_p": 0}):
-        found = frontier_generate(model, ids, backend="mine", **sampled, **off)
-        assert found.token_ids == model.generate(ids, **sampled).token_ids
-        with raises(UsageError, option="top_p"):
+    for off, refused in (({"top_p": 0.0}, "top_p"), ({"top_k": 0, "top_p": 0}, "top_p"), ({"top_k": 0.0}, "top_k")):
+        wanted = model.generate(ids, **sampled).token_ids
+        assert frontier_generate(model, ids, backend="mine", **sampled, **off).token_ids == wanted
+        for given, loads in ((model, {}), (target, loading)):
+            found = fused_draft_token_generation(given, ids, drafter="reference", **loads, **sampled, **off)
+            assert found.token_ids == wanted
+        with raises(UsageError, option=refused):
             model.generate(ids, **sampled, **off)
     for given in ({"head": head}, {"draft_weights": "fp8"}, {"tree": (2, 3, 8)}):
         with raises(UsageError, option=next(iter(given))):
@@ -177,16 +180,23 @@ def test_features_alone_draft_a_tree(drafts: list[None]) -> None:
 def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
     table = page.split("### Names used elsewhere")[1].split("\n#")[0]
-    assert all(f"`{name}`" in table for name in ("head_dim", "fallback"))
+    assert all(f"`{name}`" in table for name in ("head_dim", "fallback", "use_triton_drafter", "overwrite"))
     for owner, names in NAMES_ELSEWHERE.items():
         for name in names.split():
             assert f"`{name}`" in table
             with raises(UsageError, option=name) as caught:
                 owner(**{name: 1})
             assert "docs/upstream.md" in str(caught.value)
-    for call in (partial(frontier_generate, object(), [1], head="slim"), runtime.register_triton_backend):
-        with raises(UsageError, option="fallback") as caught:
-            call(fallback="reference")
+    config, weights, bufs = (object(),) * 3
+    for call, name in (
+        (partial(frontier_generate, object(), [1], head="slim"), "fallback"),
+        (runtime.register_triton_backend, "overwrite"),
+        (runtime.register_triton_backend, "use_triton_drafter"),
+        (partial(runtime.launch_drafter, config, [1], weights, bufs), "fallback"),
+        (partial(runtime.DrafterConfig.of, object(), runtime.TreeConfig(), num_slots=1), "T_max"),
+    ):
+        with raises(UsageError, option=name) as caught:
+            call(**{name: True})
         assert "docs/upstream.md" in str(caught.value)
 
 
