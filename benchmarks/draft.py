@@ -1,4 +1,4 @@
-"""How fast is the persistent drafter, against eager PyTorch, against a CUDA graph of PyTorch, and against the memory?
+"""Time the persistent drafter against eager PyTorch, a CUDA graph of PyTorch, and the speed of the memory.
 
     python -m benchmarks.draft [--rows REGEX] [--out benchmarks/results/DATE-h200-draft.json]
 
@@ -33,6 +33,7 @@ from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, check_f
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.rope import apply_rotary
 from eagle_slim.runtime.drafter.tuning.agreement import (
+    Agreement,
     Step,
     draft_and_replay,
     exact_head,
@@ -215,6 +216,16 @@ def supported_weights(device: torch.device) -> list[str]:
     return list(WEIGHTS) if has_fp8 else ["bf16"]
 
 
+def judge_baseline(baseline: TorchDraft, drafter: BufferedDrafter) -> Agreement:
+    """Draft with PyTorch's own operations, and replay that draft."""
+    cfg = drafter.cfg
+    step = Step.of(drafter.features, drafter.bufs)
+    baseline.run()
+    assert baseline.candidates is not None
+    head, caches = exact_head(drafter.head, cfg), (baseline.keys, baseline.values)
+    return replay(head, cfg.tree, step, baseline.candidates, None, *caches, atol=log_prob_atol(cfg), exact_ties=False)
+
+
 @torch.no_grad()
 def measure(head: HeadWeights, row: Row, bandwidth: float, rounds: int, record: Record = capture) -> dict[str, Any]:
     """Check and time one row; ``faults`` in the result say why a row was not timed. ``record`` makes a graph."""
@@ -242,20 +253,8 @@ def measure(head: HeadWeights, row: Row, bandwidth: float, rounds: int, record: 
 
     drafter = drafter_of(head, row, "bf16")
     cfg, bufs = drafter.cfg, drafter.bufs
-    step, baseline = Step.of(drafter.features, bufs), TorchDraft(cfg, drafter.head, bufs, drafter.features)
-    baseline.run()
-    assert baseline.candidates is not None
-    agreement = replay(
-        exact_head(drafter.head, cfg),
-        cfg.tree,
-        step,
-        baseline.candidates,
-        None,
-        baseline.keys,
-        baseline.values,
-        atol=log_prob_atol(cfg),
-        exact_ties=False,
-    )
+    baseline = TorchDraft(cfg, drafter.head, bufs, drafter.features)
+    agreement = judge_baseline(baseline, drafter)
     checks["baseline"] = str(agreement)
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""How fast are our steps beside those of serving engines, on one card?
+"""Time our steps beside those of serving engines, on one card.
 
     python -m benchmarks.engines [--target-weights fp8] --out OURS                          # ours, on a GPU
     python -m benchmarks.engines --add OURS ... --lines LINES [--chart FILE.svg] --out ALL  # theirs beside ours
@@ -56,8 +56,9 @@ def measure(
     caches = {sequences: model.new_cache(sequences, prompt + 9 * steps + 64) for _, sequences in cases}
 
     def decoder_of(tree: TreeConfig | None, cache: KVCache) -> Decoder:
-        drawn = None if tree is None else draw_lengths(ACCEPTED, tree.path_width)
-        return model.decoder(cache, None) if tree is None else model.drawn_decoder(cache, tree, rows, drawn)
+        if tree is None:
+            return model.decoder(cache, None)
+        return model.drawn_decoder(cache, tree, rows, draw_lengths(ACCEPTED, tree.path_width))
 
     decoders = [(decoder_of(CASES[case], caches[sequences]), sequences) for case, sequences in cases]
     capture_steps(decoders, prompt)

@@ -1,4 +1,4 @@
-"""Is every answer that of plain decoding, bit for bit, whatever drafts it and whatever runs beside it?
+"""Compare every answer with plain decoding, bit for bit, whatever drafts it and whatever runs beside it.
 
     python -m benchmarks.exact [--tokens 200000] [--seconds 600] [--out benchmarks/results/DATE-h200-exact.json]
     python -m benchmarks.exact --changing --dims qwen2.5-0.5b --target-weights fp8
@@ -27,6 +27,7 @@ import itertools
 import random
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
@@ -379,8 +380,8 @@ def random_tree(rng: random.Random) -> TreeConfig:
     return TreeConfig(depth, top_k, rng.randint(2, min(128, TreeConfig(depth, top_k, 2).num_candidates + 1)))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark; `--help` lists the options."""
+def parsed(argv: list[str] | None) -> tuple[Command, Namespace]:
+    """Parse the options."""
     command = Command("exact", __doc__)
     command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after as many drafted ones")
     command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, with compilation")
@@ -390,7 +391,26 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
     command.add_argument("--quality", action="store_true", help="measure the divergence from float32 instead")
     command.add_argument("--target-weights", choices=("auto", "fp8"), default="auto")
-    start, args = time.perf_counter(), command.parse_args(argv)
+    return command, command.parse_args(argv)
+
+
+def compile_first(fuzz: Fuzz, recorder: Recorder, episodes: Iterable[int]) -> tuple[list[Any], int]:
+    """Start compiling all that the episodes launch; its kernels, those of plain decoding first, and their number."""
+    with recorder.recording():
+        alone = fuzz.pool.model.with_tree(fuzz.pool.model.drafter.tree)
+        for rules in RULES.values():
+            alone.warmup(1, LONG, speculative=False, **rules)
+        num_alone = len(recorder.compiles)
+        fuzz.rehearse(episodes)
+    # Two processes with one cache then compile the same kernel twice seldom.
+    later = recorder.compiles[num_alone:]
+    return compile_in_forks([*recorder.compiles[:num_alone], *random.sample(later, len(later))]), num_alone
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    start = time.perf_counter()
+    command, args = parsed(argv)
     device = command.gpu()
     # Of a text that is forced every node is chosen on the host.
     nodes = 16 if args.quality else 60
@@ -413,17 +433,8 @@ def main(argv: list[str] | None = None) -> None:
         models = {"full": guessable_model(args.dims, device, tokenizer, weights, max_model_len=LONG)}
     pool = Pool(models["full"], read_chats(model), text, args.seed, NUM_QUESTIONS)
     fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)
-    recorder = Recorder(chip_of(device).capability)
-    with recorder.recording():
-        alone = pool.model.with_tree(pool.model.drafter.tree)
-        for rules in RULES.values():
-            alone.warmup(1, LONG, speculative=False, **rules)
-        num_alone = len(recorder.compiles)
-        fuzz.rehearse(range(NUM_AHEAD) if args.episode is None else [args.episode])
-    del alone
-    # Two processes with one cache then compile the same kernel twice seldom.
-    later = recorder.compiles[num_alone:]
-    kernels = compile_in_forks([*recorder.compiles[:num_alone], *random.sample(later, len(later))])
+    ahead = range(NUM_AHEAD) if args.episode is None else [args.episode]
+    kernels, num_alone = compile_first(fuzz, Recorder(chip_of(device).capability), ahead)
     result["kernels_ahead"] = len(kernels)
 
     def is_over() -> bool:

@@ -1,4 +1,4 @@
-"""Has anything become slower, and does drafting still beat plain decoding where it has to?
+"""Fail where something became slower, or drafting no longer beats plain decoding where it has to.
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
@@ -106,8 +106,8 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
         turns = [
             (time_queued_us(run, device, times), time_queued_us(copies[name], device, times)) for _ in range(samples)
         ]
-        own, copied = zip(*turns, strict=True)
-        return float(statistics.median(own) / statistics.median(copied))
+        timed, copied = zip(*turns, strict=True)
+        return float(statistics.median(timed) / statistics.median(copied))
 
     while True:
         found = {}

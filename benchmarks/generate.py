@@ -1,4 +1,4 @@
-"""What does drafting gain end to end, and what does a smaller draft vocabulary add to it?
+"""Measure what drafting gains end to end, and what a smaller draft vocabulary adds.
 
     python -m benchmarks.generate [--rows REGEX] [--out benchmarks/results/DATE-h200-generate.json]
 

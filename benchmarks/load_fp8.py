@@ -1,4 +1,4 @@
-"""How long does a target's way from its files into FP8 on a GPU take, and how much memory?
+"""Time a target's way from its files into FP8 on a GPU, and measure its memory.
 
     python -m benchmarks.load_fp8 --dims llama-3.3-70b [--published] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What do counting and converting cost, against what nobody can do without?
+"""Time counting and converting beside the tokenizer library alone and beside copying the bytes.
 
 `counting`: `count_tokens` on a JSON-lines file (reading, parsing, tokenizing, counting, holding out), against the batch
 encoding of fastokens of texts in memory on as many threads as there are workers, whose ids are not even looked at:

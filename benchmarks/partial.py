@@ -50,14 +50,14 @@ def main(argv: list[str] | None = None) -> None:
         "rows": [],
     }
     for prefix in args.prefixes:
-        own: list[dict[str, Any]] = []
+        of_prefix: list[dict[str, Any]] = []
         for tree in trees:
             for row in measure_partial(
                 model, rows, tree, args.batch, prefix, options, args.accepted, args.survival, args.steps, args.rounds
             ):
-                own.append(row)
-                fastest = max(each["full"]["tokens_per_s"] for each in own)
-                for each in own:
+                of_prefix.append(row)
+                fastest = max(each["full"]["tokens_per_s"] for each in of_prefix)
+                for each in of_prefix:
                     each["over_fastest"] = each["ahead"]["tokens_per_s"] / fastest
                 show(row)
                 result["rows"].append(row)

@@ -1,4 +1,4 @@
-"""What do exact rows cost? Our own forward with and without what makes a row's bits independent of its neighbours.
+"""Price exact rows: our forward with and without what makes a row's bits independent of its neighbours.
 
     python -m benchmarks.price [--dims llama-3.1-8b] [--places 1] [--out FILE]
 
@@ -98,33 +98,33 @@ def attentions(rows: ForwardRows, prefix: int, group: int, dtype: torch.dtype) -
     bias = torch.zeros((len(seen), -(-total // 16) * 16), dtype=dtype, device=own.device)[:, :total]
     bias.masked_fill_(~seen, float("-inf"))
 
-    def attend(
-        backend: SDPBackend,
-        mask: Any,
-        is_grouped: bool,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: object,
-        scale: float,
-        window: None,
-        out: Tensor,
-        scratch: object,
-        lift: float,
-    ) -> None:
-        q = query.view(places, nodes, -1, keys.shape[3]).transpose(1, 2)
-        if not is_grouped:  # Query heads of one key head are laid side by side as more queries.
-            q = q.reshape(places, keys.shape[1], -1, keys.shape[3])
-        k, v = keys[:places, :, :total], values[:places, :, :total]
-        with sdpa_kernel(backend):
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
-        out.copy_(attended.reshape(places, -1, nodes, keys.shape[3]).transpose(1, 2).reshape(out.shape))
+    def attention_by(backend: SDPBackend, mask: Any, is_grouped: bool) -> Callable[..., None]:
+        def attend(
+            query: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            rows: object,
+            scale: float,
+            window: None,
+            out: Tensor,
+            scratch: object,
+            lift: float,
+        ) -> None:
+            q = query.view(places, nodes, -1, keys.shape[3]).transpose(1, 2)
+            if not is_grouped:  # Query heads of one key head are laid side by side as more queries.
+                q = q.reshape(places, keys.shape[1], -1, keys.shape[3])
+            k, v = keys[:places, :, :total], values[:places, :, :total]
+            with sdpa_kernel(backend):
+                attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+            out.copy_(attended.reshape(places, -1, nodes, keys.shape[3]).transpose(1, 2).reshape(out.shape))
+
+        return attend
 
     if rows.attention.paths is None:
-        yield "flash", partial(attend, SDPBackend.FLASH_ATTENTION, causal_lower_right(nodes, total), True)
+        yield "flash", attention_by(SDPBackend.FLASH_ATTENTION, causal_lower_right(nodes, total), True)
     backends = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     for backend in backends if own.is_cuda else (SDPBackend.MATH,):
-        yield backend.name.lower(), partial(attend, backend, bias.expand(places, 1, -1, -1), False)
+        yield backend.name.lower(), attention_by(backend, bias.expand(places, 1, -1, -1), False)
 
 
 class Pricer:

@@ -1,4 +1,4 @@
-"""Measure what SafeAILab's EAGLE gains from the patches: its own generation, patched drafter, whole patch, in one run.
+"""Compare SafeAILab's EAGLE with its patched drafter and with the whole patch, in one run.
 
     python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompt "Why is the sky blue?" \\
         --compare --print_output
@@ -165,14 +165,6 @@ def compare_texts(answers: list[list[int]], truth: list[list[int]]) -> dict[str,
     return {"equal_tokens": sum(equal), "is_equal": equal == shorter}
 
 
-def timers(row: dict[str, Any]) -> str:
-    """Return the times of a variant in a line."""
-    parts = [f"{part} {row[name]:.3f}" for part in PARTS if (name := f"draft_{part}_ms") in row]
-    of_draft = f" ({', '.join(parts)})" if parts else ""
-    times = f"draft {row['draft_ms']:.3f}{of_draft}, verification {row['verify_ms']:.3f}, pass {row['pass_ms']:.3f}"
-    return f"{row['variant']}: ms: {times}"
-
-
 def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Check the variants with one tree, then time them ``args.runs`` times in turn."""
     layer = model.ea_layer
@@ -185,15 +177,15 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
     whole = EaModelPatch(model, drafter=drafter, target_backend=args.target_backend)
     patches = {"upstream": None, "drafter": whole.layer, "whole": whole}
     patches = {name: patch for name, patch in patches.items() if patch is None or name in args.compare}
-    for turn in range(args.warmup + args.runs):
+    for turn in range(1 + args.warmup + args.runs):
         for variant, patch in patches.items():
             if turn > 0 or patch is not None:
                 with patched(patch):
                     found = generate(model, prompts, args)
-                answers.setdefault(variant, []).append(found)
+                if not 0 < turn <= args.warmup:
+                    answers.setdefault(variant, []).append(found)
     rows: list[dict[str, Any]] = []
-    for variant, (first, *others) in answers.items():
-        timed_answers = others[args.warmup - 1 :]
+    for variant, (first, *timed_answers) in answers.items():
         length = sum(map(len, first["ids"]))
         row = {
             "tree": [tree.depth, tree.top_k, tree.total_tokens],
@@ -219,8 +211,8 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
             row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
         rows.append(row)
         show(row)
-        if args.print_eagle_timers:
-            print(timers(row))
+        if args.print_eagle_timers and args.runs:
+            print(f"{variant}: draft {row['draft_ms']:.3f} ms, verify {row['verify_ms']:.3f} ms")
         for ids in first["ids"] if args.print_output else ():
             print(f"{variant}: {model.tokenizer.decode(ids) if args.base_model else ids}")
     return rows
@@ -273,10 +265,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     command = Command("safeailab", __doc__)
     add = command.add_argument
     add("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
-    add(
-        "--base-model", "--base_model_path", metavar="PATH", help="target, for EaModel.from_pretrained; with --ea-model"
-    )
-    add("--ea-model", "--ea_model_path", metavar="PATH", help="head, for EaModel.from_pretrained; with --base-model")
+    add("--base-model", "--base_model_path", metavar="PATH", help="target, as of EaModel.from_pretrained")
+    add("--ea-model", "--ea_model_path", metavar="PATH", help="head, as of EaModel.from_pretrained")
     add("--use-eagle3", action=argparse.BooleanOptionalAction, default=True, help="as EaModel.from_pretrained")
     add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of your own; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
@@ -291,22 +281,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="patches beside upstream's own: drafter, whole (default, and without a value: both)",
     )
     add("--print_output", "--print-output", action="store_true", help="print what each variant generated, once")
-    add(
-        "--print_eagle_timers", "--print-eagle-timers", action="store_true", help="print each variant's times in a line"
-    )
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
     add("--top-k", type=int, default=10)
     add("--new-tokens", "--max_new_tokens", type=whole_from(1), default=64, help="for each prompt")
     add("--max-length", type=whole_from(1), default=2048, help="of upstream's KV cache, in tokens (default: 2048)")
     add("--temperature", type=float, default=0.0, help="above 0, texts are not compared")
-    add(
-        "--warmup",
-        type=whole_from(1),
-        default=1,
-        help="runs before those that are timed (default: 1, which is compared)",
-    )
     add("--runs", type=whole_from(0), default=3, help="that are timed; 0 only checks")
+    add("--warmup", type=whole_from(0), nargs="?", const=1, default=0, metavar="N", help="untimed runs before those")
+    add("--print_eagle_timers", "--print-eagle-timers", action="store_true", help="print a draft's and a pass's ms")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--device", default="cuda")
     add("--target-backend", choices=("auto", "fused", "upstream"), default="auto", help="forward of the whole patch")
@@ -319,8 +302,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choose_device(args.device)
     except (PromptFileError, UsageError) as error:
         command.error(str(error))
-    if args.print_eagle_timers and not args.runs:
-        command.error("--print_eagle_timers prints what --runs of at least 1 times")
     own = args.base_model, args.ea_model, args.prompt
     if any(own) and (not all(own) or args.dims or args.draft_vocab):
         command.error(

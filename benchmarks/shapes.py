@@ -193,7 +193,7 @@ class TextVariants:
 
     @cached_property
     def _fresh(self) -> tuple[Acceptance, Costs]:
-        """What is known with everything ready to choose from, and nothing learned."""
+        """Acceptance and costs with everything ready to choose from, and nothing learned."""
         known = self.base._decoders
         self.base.warmup(self.slots, MAX_LENGTH, max_slots=self.slots, **self.rules)
         return deepcopy((known.acceptance, known.costs))

@@ -1,4 +1,4 @@
-"""What does a decoding step cost on the device, phase by phase?
+"""Time a decoding step on the device, phase by phase.
 
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
@@ -17,8 +17,9 @@ of target's weights has its rows, one after another; ``--seconds`` ends a run th
 four after 16,384: a grid over programs (half of those that `attention_tiles` chooses, as many, twice as many), query
 rows, stages and warps of tails, in turn with the default. Where keys are split decides bits, and stays: ``is_equal``
 tells whether a variant gives the default's logits, bit by bit; what does not cannot be the best. ``blocks_executed``:
-blocks of 64 keys that a layer's main parts go through, of all key heads and blocks of query rows; ``blocks_skipped``:
-those of the cache behind the sequences. Exit status 1: a default takes more than 1.03 of the best step.
+blocks of 64 keys that a layer's main parts go through, of all key heads and blocks of query rows, counted by the kernel
+for each number of query rows; ``blocks_skipped``: the others of the cache. Exit status 1: a default takes more than
+1.03 of the best step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import math
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -36,7 +38,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.kernels.attention import attention_tiles
-from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK, REACH
+from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.kernels.machine import gpu_name, num_processors
 
 from benchmarks.shared.command import Command, show, write
@@ -47,6 +49,7 @@ from benchmarks.shared.decoding import (
     TARGET_WEIGHTS,
     RandomModel,
     compile_ahead,
+    count_blocks,
     fill,
     phase_times,
     prompt_time,
@@ -102,7 +105,7 @@ def sweep(
     device, dims, nodes = model.target.device, model.dims, tree.total_tokens
     room = (times + 1) * tree.path_width + nodes + 1
     decoder = model.decoder(model.new_cache(sequences, prefix + room), tree, draft_vocab)
-    own = attention_tiles(
+    default = attention_tiles(
         sequences,
         nodes,
         (dims.heads, dims.kv_heads, dims.head_dim),
@@ -111,9 +114,9 @@ def sweep(
         is_tree=True,
         gpu=gpu_name(device),
     )
-    programs = sorted({max(1, own.programs // 2), own.programs, 2 * own.programs})
+    programs = sorted({max(1, default.programs // 2), default.programs, 2 * default.programs})
     grid = itertools.product(programs, (32, 64), (2, 3, 4), (2, 4))
-    tiles = [own, *(replace(own, programs=p, rows=r, num_stages=s, tail_warps=w) for p, r, s, w in grid)]
+    tiles = [default, *(replace(default, programs=p, rows=r, num_stages=s, tail_warps=w) for p, r, s, w in grid)]
     tiles = list(dict.fromkeys(tiles))
     steps = [step_with_tiles(decoder, sequences, prefix, each) for each in tiles]
     samples: list[list[float]] = [[] for _ in steps]
@@ -121,18 +124,21 @@ def sweep(
         for (run, _), each in zip(steps, samples, strict=True):
             fill(decoder, sequences, prefix)
             each.append(time_queued_us(run, device, times) / 1e3)
-    last = (prefix + tree.depth + 1 - REACH) // (BLOCK - REACH) * (BLOCK - REACH)
-    seen, held = -(-last // BLOCK), -(-decoder.cache.capacity // BLOCK)
+    in_cache, group = -(-decoder.cache.capacity // BLOCK), dims.heads // dims.kv_heads
+    # Only the query rows of a program decide how often a block is read.
+    executed = {
+        n: count_blocks(decoder, sequences, prefix, replace(default, rows=n)) for n in {each.rows for each in tiles}
+    }
     variants: list[dict[str, Any]] = []
     for found, (_, logits), times_ms in zip(tiles, steps, samples, strict=True):
-        parts = sequences * dims.kv_heads * -(-nodes * dims.heads // dims.kv_heads // found.rows)
+        all_blocks = sequences * dims.kv_heads * -(-nodes * group // found.rows) * in_cache
         variants.append(
             {
                 **asdict(found),
                 "step_ms": statistics.median(times_ms),
                 "is_equal": torch.equal(logits, steps[0][1]),
-                "blocks_executed": parts * seen,
-                "blocks_skipped": parts * (held - seen),
+                "blocks_executed": executed[found.rows],
+                "blocks_skipped": all_blocks - executed[found.rows],
             }
         )
     best = min((each for each in variants if each["is_equal"]), key=lambda each: float(each["step_ms"]))
@@ -141,8 +147,8 @@ def sweep(
     return {**shape, "default": variants[0], "best": best, "default_over_best": over_best, "variants": variants}
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark; `--help` lists the options."""
+def parsed(argv: list[str] | None) -> tuple[Command, Namespace]:
+    """Parse the options."""
     command = Command("step", __doc__)
     command.add_argument("--dims", default="llama-3.1-8b", choices=sorted(LAYERS))
     command.add_argument("--draft-vocab", type=int, nargs="+", default=[32000])
@@ -156,8 +162,13 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--sweep", action="store_true", help="time other tiles of attention")
     command.add_argument("--target-weights", choices=TARGET_WEIGHTS, nargs="+", default=["bf16"])
     command.add_argument("--seconds", type=float, default=math.inf, help="end after as long, between two rows")
-    args = command.parse_args(argv)
+    return command, command.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
     started = time.monotonic()
+    command, args = parsed(argv)
     device = command.gpu()
     bandwidth = copy_bytes_per_s(device)
     vocabs = dict.fromkeys(min(rows, MODELS[args.dims].vocab) for rows in args.draft_vocab)

@@ -1,4 +1,4 @@
-"""What runs in a decoding step, kernel by kernel; and does anything wait, copy or allocate that should not?
+"""Trace a decoding step, kernel by kernel, and fail where anything waits, copies or allocates that should not.
 
     python -m benchmarks.trace --dims llama-3.1-8b --trace trace.json --figure step.svg [--out FILE]
     python -m benchmarks.trace --dims llama-3.1-8b --phases --trace phases.json
@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
@@ -110,14 +111,14 @@ def faults_of(events: Sequence[Event], num_allocated: int) -> list[str]:
     inside = [each for each in events if each.get("ph") == "X" and first < each["ts"] < last]
     host = [each["name"] for each in inside if each["cat"] in ("cuda_runtime", "cuda_driver")]
     faults = [f"the host calls {name} {host.count(name)} times" for name in WAITS if name in host]
-    most = len(steps)
-    if host.count("cudaEventSynchronize") > most:
-        faults.append(f"the host waits {host.count('cudaEventSynchronize')} times for {most} records")
+    num_steps = len(steps)
+    if host.count("cudaEventSynchronize") > num_steps:
+        faults.append(f"the host waits {host.count('cudaEventSynchronize')} times for {num_steps} records")
     copies = [each["name"] for each in inside if each["cat"] == "gpu_memcpy"]
     others = sorted({name for name in copies if "DtoH" not in name or "Pageable" in name})
     faults += [f"{copies.count(name)} copies are no records: {name}" for name in others]
-    if len(copies) > most:
-        faults.append(f"{len(copies)} copies in {most} steps, expected one each")
+    if len(copies) > num_steps:
+        faults.append(f"{len(copies)} copies in {num_steps} steps, expected one each")
     if num_allocated:
         faults.append(f"the allocator hands out {num_allocated} blocks")
     return faults
@@ -186,13 +187,13 @@ def draw(kernels: Sequence[Event], path: Path, title: str) -> None:
     figure = Figure(figsize=(10, 1.0 + 0.25 * len(parts)), layout="constrained")
     axes = figure.subplots()
     for row, part in enumerate(parts):
-        own = [kernel for kernel in kernels if part_of(kernel["name"]) == part]
-        spans = [((float(kernel["ts"]) - start) / 1e3, float(kernel["dur"]) / 1e3) for kernel in own]
+        launches = [kernel for kernel in kernels if part_of(kernel["name"]) == part]
+        spans = [((float(kernel["ts"]) - start) / 1e3, float(kernel["dur"]) / 1e3) for kernel in launches]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=f"C{row}")
     axes.set_yticks(range(len(parts)), parts)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(title)
+    figure.suptitle(textwrap.fill(title, 100), fontsize="medium")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -235,9 +236,9 @@ def counters_of(lines: Iterable[str]) -> dict[str, dict[str, float]]:
     """Sum ncu's CSV over the kernels of the draft and of the pass: their number, bytes read, us, and TB/s."""
     sums = {"draft": Counter[str](), "pass": Counter[str]()}
     for row in csv.DictReader(line for line in lines if line.startswith('"')):
-        own = sums["draft" if part_of(row["Kernel Name"].partition("(")[0]) == "draft" else "pass"]
-        own[row["Metric Name"]] += float(row["Metric Value"].replace(",", ""))  # type: ignore[assignment]
-        own["kernels"] += row["Metric Name"] == METRICS[0]
+        counted = sums["draft" if part_of(row["Kernel Name"].partition("(")[0]) == "draft" else "pass"]
+        counted[row["Metric Name"]] += float(row["Metric Value"].replace(",", ""))  # type: ignore[assignment]
+        counted["kernels"] += row["Metric Name"] == METRICS[0]
     return {
         name: {
             "kernels": own["kernels"],

@@ -44,7 +44,7 @@ def atomic_directory(
     """
     check_output(out, force, marker, names)
     out = _real(out)
-    new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
+    new, old = _aside(out, "new"), _aside(out, "old")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(new, out, wait)
@@ -68,8 +68,7 @@ def atomic_directory(
         finally:
             os.close(lock)
     except OSError as error:
-        problem = f"cannot be written: {error.strerror} ({error.filename or out})"
-        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.") from error
+        raise _unwritable(out, str(error.strerror)) from error
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -79,10 +78,15 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     For a command that wants to refuse before it downloads or computes anything: touches nothing.
     """
     out = _real(out)
-    place = next(path for path in out.parents if os.path.exists(path))
+    place = _parent_of(out)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        problem = f"cannot be written: {place} is not a folder that you may write to"
-        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.")
+        raise _unwritable(out, f"{place} is not a folder that you may write to")
+    try:
+        os.lstat(_aside(out, "new"))
+    except OSError as error:
+        # Such as a name that is too long.
+        if not isinstance(error, FileNotFoundError):
+            raise _unwritable(out, str(error.strerror)) from error
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     if not force:
@@ -95,6 +99,26 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     if found is not None:
         advice = "Choose another name, or remove it yourself."
         raise OutputExistsError.at(out, f"not replaced: {found}; only what this program wrote is.\n{advice}")
+
+
+def check_room(out: Path | str, size_bytes: int) -> None:
+    """Raise OutputError where the disk of `out` has less room than `size_bytes`."""
+    free_bytes = shutil.disk_usage(_parent_of(_real(out))).free
+    if free_bytes < size_bytes:
+        raise _unwritable(_real(out), f"{size_bytes:,} bytes are needed, and the disk has {free_bytes:,}")
+
+
+def _unwritable(out: Path, problem: str) -> OutputError:
+    return OutputError.at(out, f"cannot be written: {problem}.\nWrite to another place with --out.")
+
+
+def _parent_of(out: Path) -> Path:
+    """Return the nearest folder above that exists."""
+    return next(path for path in out.parents if os.path.exists(path))
+
+
+def _aside(out: Path, state: str) -> Path:
+    return out.with_name(f".{out.name}.eagle-slim-{state}")
 
 
 def _real(path: Path | str) -> Path:

@@ -8,7 +8,7 @@ with a loss (fewer drafts are accepted) or on a condition, a "note" where nothin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal
@@ -160,18 +160,23 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
 
 def head_findings(facts: HeadFacts, engine: str) -> list[EngineFinding]:
     """Find the faults and losses of a head in an engine of `ENGINES`, in the versions that were tried."""
-    found = _rules(facts, engine)
-    return [EngineFinding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
+    found = [*_rules(facts, engine), *(_of_converter(facts) if engine == "llama.cpp" else ())]
+    return _named(engine, found, facts)
 
 
 def conversion_findings(facts: HeadFacts) -> list[EngineFinding]:
     """Find the faults and losses of a head in every engine, in the order of `ENGINES`.
 
-    Left out is the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head.
+    Left out is the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head, and
+    what llama.cpp's converter overlooks, which comes after this one.
     """
     if facts.kind == "eagle3":
         facts = replace(facts, config={key: value for key, value in facts.config.items() if key != "architectures"})
-    return [finding for engine in ENGINES for finding in head_findings(facts, engine)]
+    return [finding for engine in ENGINES for finding in _named(engine, _rules(facts, engine), facts)]
+
+
+def _named(engine: str, found: Iterable[Found], facts: HeadFacts) -> list[EngineFinding]:
+    return [EngineFinding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
 
 
 def in_words(findings: Sequence[EngineFinding]) -> list[str]:
@@ -279,7 +284,7 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
         if any(name.startswith("fc_norm.") for name in head.tensor_names):
             yield "error", "a norm for each captured layer (fc_norm) is not known, only one over all of them", ""
         if head.rope_kind not in (None, "linear", "llama3"):
-            yield "error", f"rope_scaling {head.rope_kind!r} is not written by its converter, or was not tried", ""
+            yield "error", f"rope_scaling {head.rope_kind!r} is not written for it", ""
     has_embedding = names.EMBEDDING in head.tensor_names and not config.get("target_hidden_size")
     if engine in ("sglang", "tensorrt-llm") and has_embedding:
         yield "warning", "the head's own embedding is not read, but the target's in its place", ""
@@ -309,14 +314,9 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
         outputs = _joined([layer - 1 for layer in taps or ()])
         yield "warning", "tap layers are not read from the head", f"set eagle3_layers_to_capture to [{outputs}]"
     # A head of the last hidden state alone: vLLM builds no fc, and leaves the file's unread.
-    if engine in ("sglang", "llama.cpp") or (engine == "vllm" and is_tapped):
+    if engine == "sglang" or (engine == "vllm" and is_tapped):
         nested, top = head.layers(_NESTED_AUX), head.layers(AUX_LAYER_KEY)
-        if (
-            engine != "llama.cpp"
-            and head.num_taps not in (0, 3)
-            and nested is None
-            and not head.config.get("num_aux_hidden_states")
-        ):
+        if head.num_taps not in (0, 3) and nested is None and not head.config.get("num_aux_hidden_states"):
             problem = f"fc takes {head.num_taps} captured layers; without num_aux_hidden_states it builds 3"
             way = f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json'
             yield "error", problem, way
@@ -324,13 +324,21 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
         # `model_executor/model_runner_components/spec_aux_hidden_state.py`, where gpt-oss alone names inputs.
         second = top or head.layers("target_layer_ids", 1) or head.layers("eagle_config.layer_ids")
         readers = {"runner V1": top or nested, "runner V2": second}
-        if engine != "vllm":
-            # llama.cpp: `conversion/llama.py` of b11434.
-            readers = {"it": head.layers(_NESTED_AUX, 1)} if engine == "sglang" else {"its converter": top}
+        if engine == "sglang":
+            readers = {"it": head.layers(_NESTED_AUX, 1)}
         wrong = [name for name, layers in readers.items() if (layers or default) != (taps or default)]
         if taps is not None and wrong:
             problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
             yield "warning", problem, f"convert with --tap-layers {_joined(taps)}, which writes both keys"
+
+
+def _of_converter(head: HeadFacts) -> Iterator[Found]:
+    """Compare the layers that llama.cpp's converter reads (b11434, `conversion/llama.py`) with those of the head."""
+    if head.kind == "eagle3" and uses_aux_layers(head.config):
+        taps = tap_layers(head.config, "config.json", head.target_layers)
+        if taps is not None and head.layers(AUX_LAYER_KEY) != taps:
+            problem = "its converter reads tap layers at top level alone, where config.json names none or others"
+            yield "warning", problem, f"convert with --tap-layers {_joined(taps)}"
 
 
 def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:

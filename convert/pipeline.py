@@ -24,7 +24,7 @@ from . import names
 from .artifact.checksums import row_checksums, sha256_of
 from .artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, MANIFEST_NAME, WEIGHTS_NAME, freq_bytes, freq_name
 from .artifact.manifest import Manifest
-from .atomic import atomic_directory, check_output
+from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
@@ -117,7 +117,8 @@ class Conversion:
         }
 
     def check(self) -> None:
-        """Read every tensor and refuse values that are not finite, or overflow a dtype, as `write` does."""
+        """Read every tensor and refuse what `write` does: values not finite or too large, and a disk that is full."""
+        check_room(self.folder, self.size_bytes)
         for plan in self.tensors:
             deque(plan.pieces(), maxlen=0)
 
@@ -126,6 +127,7 @@ class Conversion:
 
         Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
         """
+        check_room(self.folder, self.size_bytes)
         with atomic_directory(self.folder, force, MANIFEST_NAME, FILE_NAMES) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}

@@ -226,6 +226,7 @@ def _check(
     from .api.output import difference, first_difference
 
     options = {**options, "seed": output.seed or 0}
+    note("check: decoding the same plainly, one token a pass")
     plain = model.generate(ids, speculative=False, **options)
     tokens, expected = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"

@@ -159,13 +159,9 @@ class SpeculativeModel:
             raise UsageError("The head is opened already. Give its revision to open_head instead of head_revision.")
         opened = head if isinstance(head, OpenedHead) else open_head(head, revision=head_revision, offline=offline)
         if not isinstance(target, OpenedTarget):
+            target = opened.target_location(revision) if target is None else target
             target = open_target(
-                opened.target_location(revision) if target is None else target,
-                dtype=dtype,
-                device=device,
-                target_weights=target_weights,
-                revision=revision,
-                offline=offline,
+                target, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
             )
         model: SpeculativeModel = pair(
             target,

@@ -104,6 +104,7 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    _show_progress()
 
     from .model import SpeculativeModel
     from .opening.targets import open_target
@@ -121,6 +122,20 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
         note(f"loading {other}")
         models.append(SpeculativeModel.from_pretrained(shared, other, **given))
     return models
+
+
+def _show_progress() -> None:
+    """Say once on stderr that kernels are compiled, when they are."""
+    import logging
+
+    class Once(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+            logger.removeHandler(self)
+
+    logger = logging.getLogger("eagle_slim.runtime.step.graphs")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [Once()]
 
 
 def show_warnings_as_lines() -> None:

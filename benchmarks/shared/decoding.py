@@ -41,8 +41,8 @@ from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels import attention
-from eagle_slim.runtime.target.kernels.attention import AttentionTiles, tree_attention
+from eagle_slim.runtime.target.kernels import attention, attention_kernels
+from eagle_slim.runtime.target.kernels.attention import AttentionScratch, AttentionTiles, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -416,6 +416,43 @@ def step_with_tiles(
     return run or partial(decoder.step, num_active, GREEDY, decoder.tree), logits
 
 
+class CountingKernel:
+    """Launches attention's main parts, and counts the blocks of keys that they go through."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_blocks = torch.zeros(1, dtype=torch.int32, device=device)
+        self._kernel = attention_kernels.main_kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the launch over a grid, with a counter in the place of the last argument."""
+
+        def launch(*given: Any, **options: Any) -> None:
+            self._kernel[grid](*given[:-1], self.num_blocks, **options)
+
+        return launch
+
+
+def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: AttentionTiles) -> int:
+    """Count the blocks of keys that main parts of these tiles go through in one layer of a step, by the kernel."""
+    for phase in filled_phases(decoder, num_active, prefix):
+        phase.run()
+        if phase.name == "verify":
+            break
+    trees, (keys, values) = decoder.drafts.buffers(decoder.tree), decoder.cache.layers[0]
+    batch, shape, device = decoder.batch_for(num_active), decoder.target.layer_shapes[0], decoder.target.device
+    query = torch.zeros((batch * trees.nodes, shape.heads * shape.key_dim), dtype=keys.dtype, device=device)
+    sizes = [(shape.heads, shape.kv_heads, shape.key_dim)]
+    counting = CountingKernel(device)
+    with (
+        mock.patch.object(attention_kernels, "main_kernel", counting),
+        mock.patch.object(attention, "attention_tiles", return_value=tiles),
+    ):
+        scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
+        rows = trees.rows(batch).attention
+        tree_attention(query, keys, values, rows, 1.0, None, torch.empty_like(query), scratch)
+    return int(counting.num_blocks)
+
+
 class StepsRun(NamedTuple):
     """A run of steps: wall-clock milliseconds of one, tokens that all sequences gained, and their steps."""
 
@@ -479,7 +516,7 @@ def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
     """
     if decoders[0][0].has_graphs:
         launch = mock.patch.object(
-            JITFunction, "__getitem__", lambda own, grid: partial(own.run, grid=grid, warmup=True)
+            JITFunction, "__getitem__", lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
         )
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
             for decoder, count in decoders:
@@ -502,15 +539,15 @@ def take_turns(
     runs: list[list[StepsRun]] = [[] for _ in decoders]
     numbers = [steps] * len(decoders) if isinstance(steps, int) else steps
     for turn in range(-1, rounds):
-        for decoder, own, number in zip(decoders, runs, numbers, strict=True):
+        for decoder, decoded, number in zip(decoders, runs, numbers, strict=True):
             fill(decoder, batch, prefix, max(turn, 0) * number)
             run = run_steps(decoder, batch, 2 if turn < 0 else number)
             if turn >= 0:
-                own.append(run)
+                decoded.append(run)
     found = []
-    for decoder, own in zip(decoders, runs, strict=True):
-        accepted = sum(run.tokens for run in own) / sum(run.passes for run in own)
-        step_ms = statistics.median(run.step_ms for run in own)
+    for decoder, decoded in zip(decoders, runs, strict=True):
+        accepted = sum(run.tokens for run in decoded) / sum(run.passes for run in decoded)
+        step_ms = statistics.median(run.step_ms for run in decoded)
         row = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": accepted * batch / step_ms * 1e3}
         if isinstance(decoder.steps.revise, DrawnVerdicts):
             drawn = float(decoder.steps.revise.drawn.double().mean())
@@ -545,8 +582,8 @@ def measure_partial(
     for option in options:
         drawn = [survivals(chance, option.num_tokens) for chance in chances]
         ahead, confirmed = model.partial_decoder(cache, tree, draft_vocab, option, lengths, drawn[0])
-        for chance, own in zip(chances, drawn, strict=True):
-            confirmed.survivals.copy_(torch.tensor(own))
+        for chance, lengths_ahead in zip(chances, drawn, strict=True):
+            confirmed.survivals.copy_(torch.tensor(lengths_ahead))
             numbers = [max(1, steps // 4), steps, max(1, steps // option.num_steps)]
             without, before, now = take_turns([plain, full, ahead], batch, prefix, numbers, rounds)
             yield base | {

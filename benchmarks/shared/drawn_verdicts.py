@@ -113,12 +113,12 @@ def _draw_paths_kernel(
         for level in tl.static_range(DEEPEST):
             child = tl.min(tl.where((parent == child) & (rank == tl.load(drawn + level)), node, BLOCK))
             at = tl.where(child < BLOCK, child, at)
-    own = tl.sum(tl.where(node == at, choice, 0))
+    accepted = tl.sum(tl.where(node == at, choice, 0))
     is_child = parent == at
     taken = tl.sum((is_child[:, None] & (token[:, None] == node[None, :])).to(tl.int32), 0)
     free = tl.min(tl.where(taken == 0, node, BLOCK))
-    is_drafted = tl.sum((is_child & (token == own)).to(tl.int32)) > 0
-    choice = tl.where(node == at, tl.where(is_drafted, free, own), choice)
+    is_drafted = tl.sum((is_child & (token == accepted)).to(tl.int32)) > 0
+    choice = tl.where(node == at, tl.where(is_drafted, free, accepted), choice)
     for _ in tl.static_range(DEEPEST):
         above = tl.sum(tl.where(node == at, parent, 0))
         drafted = tl.sum(tl.where(node == at, token, 0))
@@ -181,13 +181,13 @@ class DrawnSurvivals:
         self.turn += 1
 
 
-def survivals(chance: float, most: int) -> list[int]:
-    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``most`` at most.
+def survivals(chance: float, longest: int) -> list[int]:
+    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``longest`` at most.
 
     In the order of van der Corput's sequence, so that a short run of them has their mean, too.
     """
     if chance >= 1:
-        return [most] * NUM_SURVIVALS
+        return [longest] * NUM_SURVIVALS
     bits = NUM_SURVIVALS.bit_length() - 1
     places = [(int(f"{place:0{bits}b}"[::-1], 2) + 0.5) / NUM_SURVIVALS for place in range(NUM_SURVIVALS)]
-    return [min(most, int(math.log(place) / math.log(chance))) for place in places]
+    return [min(longest, int(math.log(place) / math.log(chance))) for place in places]

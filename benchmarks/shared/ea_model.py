@@ -56,7 +56,7 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
     EaModel = importlib.import_module("eagle.model.ea_model").EaModel
     LlamaForCausalLM = importlib.import_module("eagle.model.modeling_llama_kv").LlamaForCausalLM
     sizes = TINY if dims == "tiny" else MODELS[dims]
-    own: dict[str, Any] = {"draft_vocab_size": draft_vocab or sizes.vocab}
+    changes: dict[str, Any] = {"draft_vocab_size": draft_vocab or sizes.vocab}
     state: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as folder, device:
         if dims == BUILT_IN:
@@ -65,8 +65,8 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
             state = {name: head.tensors.get(name).to(device, dtype) for name in head.tensors}
             # The head drafts with the target's own LM head, and upstream's EAGLE-3 always has one.
             state["lm_head.weight"] = base.lm_head.weight.data
-            own = {name: head.config[name] for name in ("rope_theta", "rms_norm_eps")}
-            own |= {"draft_vocab_size": sizes.vocab}
+            changes = {name: head.config[name] for name in ("rope_theta", "rms_norm_eps")}
+            changes |= {"draft_vocab_size": sizes.vocab}
         else:
             from transformers import LlamaConfig
 
@@ -75,7 +75,7 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
             base = LlamaForCausalLM(config).to(dtype)
             if dims == "tiny":
                 base.model.embed_tokens.weight.data.mul_(50)
-        path = _write_folder(Path(folder), sizes, own)
+        path = _write_folder(Path(folder), sizes, changes)
         tree = TreeConfig()
         model = EaModel(True, base, folder, str(path), tree.total_tokens, tree.depth, tree.top_k, 1.0, state)
     model.ea_layer.embed_tokens.weight.data = base.model.embed_tokens.weight.data
@@ -98,7 +98,7 @@ def _config(dims: Dims) -> dict[str, int]:
     }
 
 
-def _write_folder(folder: Path, dims: Dims, own: dict[str, Any]) -> Path:
+def _write_folder(folder: Path, dims: Dims, changes: dict[str, Any]) -> Path:
     """Write what upstream's constructor reads: a tokenizer and a head's configuration, of which it returns the path."""
     from tokenizers import Tokenizer, models
 
@@ -115,7 +115,7 @@ def _write_folder(folder: Path, dims: Dims, own: dict[str, Any]) -> Path:
         "target_hidden_size": dims.hidden,
     }
     path = folder / "head.json"
-    path.write_text(json.dumps(config | own))
+    path.write_text(json.dumps(config | changes))
     return path
 
 

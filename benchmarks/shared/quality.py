@@ -32,7 +32,7 @@ def measure_quality(
     ``is_good``: neither of ours is worse than transformers' by more than `TOLERANCE`. Raises ValueError for too little
     text, and where pieces begin alike.
     """
-    own: Any = model.target.model
+    transformers: Any = model.target.model
     precise = type(whole)(copy.deepcopy(whole.config)).float().to(model.device).eval()
     precise.load_state_dict({name: tensor.float() for name, tensor in whole.state_dict().items()})
     scored = window - OPENING
@@ -51,7 +51,7 @@ def measure_quality(
             where = slice(OPENING - 1, window - 1)
             wanted = precise(ids).logits[0, where]
             found = {
-                "transformers": own(ids).logits[0, where],
+                "transformers": transformers(ids).logits[0, where],
                 "prompt": prompt_logits(model.target.runs, piece)[where],
             }
             for name, logits in (found | {"trees": trees}).items():

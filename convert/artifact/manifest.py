@@ -124,6 +124,9 @@ class Manifest:
             if key not in value or not isinstance(value[key], kind) or isinstance(value[key], bool):
                 found = "nothing" if key not in value else type(value[key]).__name__
                 raise _broken(path, f"{key}: expected {getattr(kind, '__name__', kind)}, found {found}")
+        for key, name in _TEXTS:
+            if not isinstance(text := (value[key] or {}).get(name), str | None):
+                raise _broken(path, f"{key}: {name}: expected a text or null, found {type(text).__name__}")
         for name, entry in value["files"].items():
             is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
             if not is_entry or type(entry.get("size_bytes")) is not int:
@@ -162,6 +165,16 @@ _TYPES: dict[str, Any] = {
     "rank_order_ids": list | None, "row_checksums": str | None,
 }  # fmt: skip
 """Keys of the file in their order, with the types that JSON gives them."""
+
+
+_NAMES = ("name", "repo_id", "revision")
+_TEXTS = (
+    *(("head", name) for name in (*_NAMES, "subfolder", "d2t_form")),
+    *(("target", name) for name in (*_NAMES, "wheel")),
+    *(("tokenizer", name) for name in ("hash", "chat_template_hash")),
+    *(("lm_head", name) for name in ("from", "tensor", "source_dtype", "dtype")),
+)
+"""Keys within those objects that name something, or are null or absent."""
 
 
 def _broken(where: Path, problem: str) -> ArtifactError:

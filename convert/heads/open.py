@@ -23,7 +23,7 @@ from ..artifact.files import CONFIG_NAME, WEIGHTS_NAME
 from ..artifact.manifest import Manifest
 from ..errors import CheckpointError, MismatchError
 from ..rows.checkpoint import Checkpoint, open_checkpoint
-from ..rows.files import WEIGHTS
+from ..rows.files import WEIGHTS, check_blob
 from ..sources.source import ResolvedSource, open_head_source
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
 from .config import metadata_target, normalise_config, refuse_foreign, says_dflash, unread_warnings
@@ -76,6 +76,8 @@ def open_head(
     refuse_foreign(config, source.name)
     checkpoint = open_checkpoint(source.folder)
     checkpoint.check_index()
+    for file in checkpoint.files:
+        check_blob(file.path)
     if source.manifest is not None:
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))

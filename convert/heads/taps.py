@@ -73,7 +73,7 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
 
 def could_be_inputs(config: Mapping[str, Any]) -> int | None:
     """Return the number of target layers with which the list in `eagle_config` would name inputs; None without it."""
-    ids = section(config, "eagle_config").get(AUX_LAYER_KEY)
+    ids: Any = section(config, "eagle_config").get(AUX_LAYER_KEY)
     return max(ids) if _is_list_of_numbers(ids) else None
 
 

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,6 +25,7 @@ from eagle_slim.vocab_tools.files import read_object, regular_file
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from ..artifact.checksums import sha256_file
 from ..errors import CheckpointError
 
 Bytes = NDArray[np.uint8]
@@ -197,7 +199,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, where: str = "") -> None:
         self.path = path
-        refuse_pointers(path)
+        refuse_pointers(path, where)
         try:
             with safe_open(path, framework="numpy") as file:
                 self.metadata: dict[str, str] = file.metadata() or {}
@@ -248,14 +250,32 @@ def damaged(where: str | Path, problem: str) -> CheckpointError:
     return CheckpointError.at(where, f"{problem}.\n{advice}")
 
 
-def refuse_pointers(path: Path) -> None:
+def refuse_pointers(path: Path, where: str = "") -> None:
     """Raise CheckpointError for what is no regular file, and for the text that Git LFS leaves in a file's place."""
     if not path.exists():
-        raise damaged(path, "not there")
+        raise damaged(where or path, "not there")
     with regular_file(path, CheckpointError, "file of weights").open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             advice = "Run `git lfs pull` in that folder, or fetch the repository with `hf download`."
-            raise CheckpointError.at(path, f"this is a Git LFS pointer, not the weights.\n{advice}")
+            raise CheckpointError.at(where or path, f"this is a Git LFS pointer, not the weights.\n{advice}")
+
+
+@lru_cache
+def _sha256(path: Path, changed_ns: int) -> str:
+    # Once for a file, which several steps of a run open.
+    return sha256_file(path)
+
+
+def check_blob(path: Path) -> None:
+    """Hold a file of the Hub's cache against its name there, which is the SHA-256 of a large one.
+
+    Raises CheckpointError where its bytes are others; files elsewhere have no checksum.
+    """
+    real = path.resolve()
+    if real.parent.name != "blobs" or not re.fullmatch(r"[0-9a-f]{64}", real.name):
+        return
+    if _sha256(real, real.stat().st_mtime_ns) != real.name:
+        raise damaged(real, f"{path.name} is not as the Hub has it: its SHA-256 is another than its name in the cache")
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -3,57 +3,85 @@
 Only the header of the file and the bytes of the tensor travel, in pieces that are kept as they come, so that a run that
 was stopped goes on where it was. The cache, `HF_HOME/assets/eagle-slim/tensors/REPO`, holds for each commit:
 
-    COMMIT.safetensors    the whole
+    COMMIT.safetensors    the whole, with the SHA-256 of what came, which is checked whenever it is used
     COMMIT.partial        its first bytes, header included, until all have come
     COMMIT.lock           held with flock(2) while a process fetches
+
+All bytes are of one content: each answer is held against the range that was asked for, and against the first one's
+ETag, commit and size. One that does not agree is asked for once more, then refused.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained
 
 from ..errors import CheckpointError, SourceError
-from .files import SafetensorsFile, TensorInfo, damaged, header_bytes
+from .files import Bytes, SafetensorsFile, TensorInfo, damaged, header_bytes
 
 PIECE_BYTES = 16 << 20
+# In the place of the SHA-256 until all bytes have come.
+_NO_DIGEST = "0" * 64
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB.
 _FIRST_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
+@dataclass
 class HubFile:
-    """A file of a repository at one commit."""
+    """A file of a repository at one commit.
+
+    Attributes:
+        etag: of the file, as the Hub first named it.
+        content_etag: of its bytes, as the server that sends them first named it; "" until then, or if it names none.
+    """
 
     label: str
     repo_id: str
+    commit: str
     url: str
     size_bytes: int
+    etag: str
+    content_etag: str = ""
 
     @classmethod
     def open(cls, repo_id: str, commit: str, name: str, label: str) -> HubFile:
-        """Ask for the size of file `name`; SourceError where it cannot be had."""
+        """Ask for size and ETag of file `name`; SourceError where they cannot be had, or are of another commit."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(repo_id, name, revision=commit)
         with explained(repo_id, commit):
-            metadata = get_hf_file_metadata(url, library_name=LIBRARY_NAME)
-            if metadata.size is None:
-                raise ValueError("the answer about a file names no size")
-        return cls(label, repo_id, url, metadata.size)
+            metadata = get_hf_file_metadata(url, library_name=LIBRARY_NAME, retry_on_errors=True)
+            size, etag = metadata.size, metadata.etag
+            if size is None or not etag:
+                raise ValueError(f"the answer about {name} names no {'size' if size is None else 'ETag'}")
+            if metadata.commit_hash not in (None, commit):
+                raise ValueError(f"the answer about {name} is of commit {metadata.commit_hash}, not of {commit}")
+        return cls(label, repo_id, commit, url, size, etag)
 
     def read(self, start: int, end: int) -> bytes:
         """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
 
-        Raises SourceError where they cannot be had, or something else came.
+        What does not agree with the first answer is asked for once more. Raises SourceError where the bytes cannot be
+        had, or something else came twice.
         """
+        for _ in range(2):
+            response = self._ask(start, end)
+            if (problem := self._disagreement(response, start, end)) is None:
+                self.content_etag = self.content_etag or _etag(response.headers, "ETag")
+                return bytes(response.content)
+        advice = f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target."
+        raise SourceError.at(self.label, f"asked twice for bytes {start:,} to {end - 1:,}: {problem}.\n{advice}")
+
+    def _ask(self, start: int, end: int) -> Any:
         # Public, not in __all__.
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
@@ -63,11 +91,25 @@ class HubFile:
         with explained(self.repo_id):
             response = http_backoff("GET", self.url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
             hf_raise_for_status(response)
-        if len(response.content) != end - start:
-            problem = f"asked for {end - start:,} bytes of it, the server sent {len(response.content):,}"
-            advice = f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target."
-            raise SourceError.at(self.label, f"{problem}.\n{advice}")
-        return bytes(response.content)
+        return response
+
+    def _disagreement(self, response: Any, start: int, end: int) -> str | None:
+        """Tell how an answer, redirects included, differs from the range that was asked for, or from the first one."""
+        headers = [each.headers for each in (*response.history, response)]
+        expected, found = f"bytes {start}-{end - 1}/{self.size_bytes}", f"status {response.status_code}"
+        if response.status_code == 206:
+            found = response.headers.get("Content-Range", "none")
+        elif response.status_code == 200 and (start, end) == (0, self.size_bytes):
+            found = expected
+        checks = [("range", expected, found), ("number of bytes", end - start, len(response.content))]
+        checks += [("commit", self.commit, each["X-Repo-Commit"]) for each in headers if "X-Repo-Commit" in each]
+        checks += [("ETag", self.etag, _etag(each, "X-Linked-ETag")) for each in headers if "X-Linked-ETag" in each]
+        etag = _etag(response.headers, "ETag")
+        # Without a redirect the Hub itself sends the bytes, and names the file.
+        first = self.content_etag or (etag if response.history or "X-Linked-ETag" in headers[0] else self.etag)
+        checks.append(("ETag of the bytes", first, etag))
+        wrong = [f"expected {what} {right}, found {other}" for what, right, other in checks if other != right]
+        return wrong[0] if wrong else None
 
     def read_header(self) -> SafetensorsFile:
         """Fetch the header and let `safetensors` check it at the start of an otherwise empty file of the full size."""
@@ -82,6 +124,10 @@ class HubFile:
             return SafetensorsFile(Path(empty.name), self.label)
 
 
+def _etag(headers: Mapping[str, str], name: str) -> str:
+    return headers.get(name, "").removeprefix("W/").strip('"')
+
+
 def cached_tensor(repo_id: str, commit: str) -> Path:
     """Return where the tensor of a commit is kept, or would be: in huggingface_hub's cache of derived files."""
     from huggingface_hub import cached_assets_path, constants
@@ -91,6 +137,21 @@ def cached_tensor(repo_id: str, commit: str) -> Path:
     return folder / f"{commit}.safetensors"
 
 
+def kept_tensor(whole: Path) -> SafetensorsFile:
+    """Open a tensor that was fetched; CheckpointError where none was, or these are not the bytes that came."""
+    file = SafetensorsFile(whole)
+    for info in file.tensors.values():
+        if len(file.tensors) == 1 and _digest(info, file.array(info.name)) == file.metadata.get("sha256"):
+            return file
+    raise damaged(whole, "it holds other bytes than were fetched")
+
+
+def _digest(info: TensorInfo, data: Bytes) -> str:
+    digest = hashlib.sha256(header_bytes([info], {}))
+    digest.update(data.reshape(-1).data)
+    return digest.hexdigest()
+
+
 def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str, whole: Path) -> None:
     """Fetch a tensor of a remote file to the path `whole`, if it is not there."""
     with explained(file.repo_id):
@@ -98,12 +159,19 @@ def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str, whole: Pat
         with whole.with_suffix(".lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with suppress(CheckpointError):
-                SafetensorsFile(whole)
+                kept_tensor(whole)
                 return
-            info = header.tensors[tensor]
-            with whole.with_suffix(".partial").open("a+b") as partial:
-                _complete(file, info, header.offset(tensor), header_bytes([info], {}), partial)
-            os.replace(partial.name, whole)
+            info, path = header.tensors[tensor], whole.with_suffix(".partial")
+            # What came of another content begins otherwise, and is begun anew.
+            prefix = header_bytes([info], {"etag": f"{file.etag} {file.content_etag}", "sha256": _NO_DIGEST})
+            with path.open("a+b") as partial:
+                _complete(file, info, header.offset(tensor), prefix, partial)
+            with path.open("r+b") as partial:
+                partial.seek(prefix.index(_NO_DIGEST.encode()))
+                partial.write(_digest(info, SafetensorsFile(path).array(tensor)).encode())
+                partial.flush()
+                os.fsync(partial.fileno())
+            os.replace(path, whole)
 
 
 def _complete(file: HubFile, info: TensorInfo, offset: int, prefix: bytes, partial: BinaryIO) -> None:
@@ -125,4 +193,3 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, prefix: bytes, parti
             done += partial.write(piece)
             partial.flush()
             bar.update(len(piece))
-    os.fsync(partial.fileno())

@@ -6,10 +6,17 @@ Holds no time and no path. The front matter is the Hugging Face Hub's.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from eagle_slim.vocab_tools.errors import printable
+
 from ..artifact.manifest import Manifest
+
+# Words that are no texts in YAML 1.1.
+_YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 
 
 def model_card(
@@ -33,11 +40,12 @@ def model_card(
     ]
     terms = "The files of the original head name no license; ask its authors before you share this one."
     if licence is not None:
-        terms = f"That of the original head: {licence}. Rows of the target's LM head stay under the target's license."
-    doubts = "".join(f"- {warning}\n" for warning in manifest.warnings)
+        terms = f"That of the original head: {printable(licence)}."
+        terms += " Rows of the target's LM head stay under the target's license."
+    doubts = "".join(f"- {printable(warning)}\n" for warning in manifest.warnings)
     parts = [
         _front_matter(manifest, licence),
-        f"# {title}\n",
+        f"# {printable(title)}\n",
         _summary(manifest, rows_before),
         _table(("", "before", "after"), sizes),
         _coverage(manifest.coverage),
@@ -52,20 +60,27 @@ def model_card(
 def _front_matter(manifest: Manifest, licence: str | None) -> str:
     lines = ["---"]
     if target := manifest.target.get("repo_id"):
-        lines.append(f"base_model: {target}")
+        lines.append(f"base_model: {_yaml(target)}")
     counted = [source.get("provenance") or {} for source in (manifest.vocabulary or {}).get("sources") or []]
     parts = [part for provenance in counted for part in provenance.get("parts", [provenance])]
-    if datasets := sorted({part["dataset"] for part in parts if part.get("dataset")}):
-        lines += ["datasets:", *(f"- {name}" for name in datasets)]
-    lines += [f"license: {licence or 'unknown'}", "pipeline_tag: text-generation", "tags:"]
+    named = (part.get("dataset") for part in parts if isinstance(part, Mapping))
+    if datasets := sorted({name for name in named if name and isinstance(name, str)}):
+        lines += ["datasets:", *(f"- {_yaml(name)}" for name in datasets)]
+    lines += [f"license: {_yaml(licence or 'unknown')}", "pipeline_tag: text-generation", "tags:"]
     tags = ["speculative-decoding", "draft-model", manifest.kind, "eagle-slim"]
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
 
 
+def _yaml(text: str) -> str:
+    """Spell a text of others as one scalar: in quotes, which are JSON's, unless it is a plain word."""
+    is_plain = re.fullmatch(r"[A-Za-z][\w.-]*|\w[\w.-]*(/[\w.-]+)+", text) and text.lower() not in _YAML_WORDS
+    return text if is_plain else json.dumps(text)
+
+
 def _summary(manifest: Manifest, rows_before: int) -> str:
-    name = manifest.head["name"]
+    name = printable(manifest.head["name"])
     kind = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}[manifest.kind]
-    target = manifest.target.get("repo_id") or manifest.target.get("name") or "its target model"
+    target = printable(manifest.target.get("repo_id") or manifest.target.get("name") or "its target model")
     what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
     if manifest.draft_vocab == rows_before:
         what = f"normalised to the layout that engines share, with its draft vocabulary of {rows_before:,} tokens"
@@ -95,7 +110,8 @@ def _coverage(coverage: Mapping[str, Any] | None) -> str:
 
 
 def _serving(manifest: Manifest, refused: Collection[str]) -> str:
-    target = manifest.target.get("repo_id") or "TARGET"
+    # A head's own files may name it.
+    target = shlex.quote(printable(manifest.target.get("repo_id") or "TARGET"))
     text = "## Serving\n\n`HEAD` is this repository or folder, `TARGET` the target model.\n"
     for title, command in _commands(manifest, target, refused).items():
         text += f"\n{title}:\n\n```bash\n{command}\n```\n"
@@ -147,7 +163,7 @@ def _making(manifest: Manifest) -> str:
 def _source(part: Mapping[str, Any]) -> str:
     name = part.get("repo_id") or part.get("name") or "not known"
     subfolder, revision = part.get("subfolder"), part.get("revision")
-    return f"{name}" + (f"/{subfolder}" if subfolder else "") + (f", revision {revision}" if revision else "")
+    return printable(name) + (f"/{subfolder}" if subfolder else "") + (f", revision {revision}" if revision else "")
 
 
 def _ranking(vocabulary: Mapping[str, Any]) -> str:
@@ -157,10 +173,10 @@ def _ranking(vocabulary: Mapping[str, Any]) -> str:
     named = {"ids": "order of the token ids, no corpus", "token map": "a token map that was given"}
     sources = vocabulary.get("sources") or []
     counted = "; ".join(f"{each['name']} ({each['tokens']:,} tokens, weight {each['weight']:g})" for each in sources)
-    return named.get(str(vocabulary.get("method"))) or f"token counts of {counted}"
+    return named.get(str(vocabulary.get("method"))) or f"token counts of {printable(counted)}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["| " + " | ".join(printable(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -14,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.hub import HubError
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
@@ -37,6 +40,8 @@ from ..rows.writer import TensorPlan, write_safetensors
 if TYPE_CHECKING:
     import gguf
     from tokenizers import Tokenizer
+
+_T = TypeVar("_T")
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"
@@ -163,6 +168,25 @@ def embedded_target_folder() -> Path:
             f"the target with --target. {str(error).splitlines()[0]}"
         ) from error
     return out
+
+
+def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:
+    """Read a target or tokenizer by name; of the built-in target, its copy where neither Hub nor cache can be had.
+
+    A warning is logged then. Raises as `read`, and as `embedded_target_folder`.
+    """
+    try:
+        return read(name)
+    except (SourceError, TokenizerError) as error:
+        cause = error if isinstance(error, HubError) else error.__cause__
+        if str(name) != EMBEDDED_TARGET_REPO or not (isinstance(cause, HubError) and cause.is_unreachable):
+            raise
+        copy = embedded_target_folder()
+    logging.getLogger(__name__).warning(
+        f"{name} is not at hand; the built-in copy stands in for it, whose weights are dequantised (Q4_1 and Q8_0 to "
+        "bfloat16)"
+    )
+    return read(copy)
 
 
 def embedded_target_provenance() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home, regular_file
-from eagle_slim.vocab_tools.hub import Choose, Snapshot, fetch, find_snapshot, without
+from eagle_slim.vocab_tools.hub import Choose, Snapshot, fetch, find_snapshot, plain, without
 
 from ..artifact.files import MANIFEST_NAME
 from ..artifact.manifest import Manifest
@@ -146,7 +146,7 @@ def _resolve(source: str | Path, revision: str | None, offline: bool, choose: Ch
     if path_like or folder.is_file() or folder.is_symlink():
         kind = "is a file" if folder.is_file() else "no such folder"
         raise SourceError.at(
-            repo_id or "(empty)", f"{kind}.\nExpected a folder, or a Hub repository such as name/model."
+            plain(repo_id) or "(empty)", f"{kind}.\nExpected a folder, or a Hub repository such as name/model."
         )
     found = find_snapshot(repo_id, revision, offline, choose)
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
@@ -176,8 +176,9 @@ def _front_matter(folder: Path) -> dict[str, Any]:
         text = regular_file(folder / "README.md", SourceError).read_text(encoding="utf-8")
         found = re.match(r"---\s*\n(.*?)\n---\s*$", text, re.DOTALL | re.MULTILINE)
         value = yaml.safe_load(found[1]) if found else None
-    # A card is prose: what its author got wrong there must not stop a conversion.
-    except (SourceError, OSError, UnicodeDecodeError, yaml.YAMLError):
+    # A card is prose: what its author got wrong there must not stop a conversion. For impossible dates and numbers
+    # YAML's constructors raise whatever happens.
+    except (SourceError, OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

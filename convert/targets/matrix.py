@@ -22,8 +22,8 @@ from ..errors import CheckpointError, MismatchError
 from ..heads.config import EMBEDDING_TRAINED_KEY
 from ..heads.draft_head import DraftHead
 from ..rows.checkpoint import Checkpoint, SourceRows, open_checkpoint
-from ..rows.files import FLOATS, TORCH_SUFFIXES, SafetensorsFile, choose_weights, list_names, read_index, shorten
-from ..rows.hub_tensor import HubFile, cached_tensor, fetch_tensor
+from ..rows.files import FLOATS, TORCH_SUFFIXES, check_blob, choose_weights, list_names, read_index, shorten
+from ..rows.hub_tensor import HubFile, cached_tensor, fetch_tensor, kept_tensor
 from ..sources.source import ResolvedSource
 from .lm_head import LmHead
 
@@ -138,6 +138,8 @@ def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> Lm
     if chosen.endswith(".index.json"):
         only = {find_lm_head(read_index(folder / chosen), label, tied)}
     checkpoint = open_checkpoint(folder, only)
+    for file in checkpoint.files:
+        check_blob(file.path)
     return _checked(LmHead(checkpoint, find_lm_head(checkpoint.names, label, tied), label, "target"))
 
 
@@ -175,6 +177,6 @@ def _fetch(target: ResolvedSource) -> LmHead:
 
 def _fetched(target: ResolvedSource) -> LmHead:
     """Open the LM head that was fetched of this commit; CheckpointError where none was."""
-    file = SafetensorsFile(cached_tensor(target.snapshot.repo_id, target.snapshot.commit))
+    file = kept_tensor(cached_tensor(target.snapshot.repo_id, target.snapshot.commit))
     (name,) = file.tensors
     return _checked(LmHead(Checkpoint.of(file, target.label), name, target.label, "target"))

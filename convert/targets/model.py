@@ -14,7 +14,7 @@ from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 
 from ..errors import MismatchError, SourceError
 from ..heads.draft_head import DraftHead, has_padding_of
-from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
+from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance, or_built_in
 from ..sources.source import ResolvedSource, target_files
 
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
@@ -89,16 +89,20 @@ def is_missing_folder(name: str) -> bool:
 
 
 def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTarget:
-    """Fetch the small files of a target, None for the embedded one, and read its configuration."""
+    """Fetch the small files of a target, None for the embedded one, and read its configuration.
+
+    The embedded one stands in for its repository where neither the Hub nor its cache can be had.
+    """
     if name is None:
-        folder = embedded_target_folder()
-        source = ResolvedSource(folder)
-        return HeadTarget(EMBEDDED_TARGET_REPO, source, _config(folder), embedded_target_provenance())
-    source = target_files(name, revision=revision, offline=offline)
+        source = ResolvedSource(embedded_target_folder())
+        return HeadTarget(EMBEDDED_TARGET_REPO, source, _config(source), embedded_target_provenance())
+    source = or_built_in(name, lambda place: target_files(place, revision=revision, offline=offline))
+    if name == EMBEDDED_TARGET_REPO and source.repo_id is None:
+        return open_target(None, None, offline)
     provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
     if source.repo_id is None:
         provenance["name"] = Path(name).resolve().name
-    return HeadTarget(name, source, _config(source.folder), provenance)
+    return HeadTarget(name, source, _config(source), provenance)
 
 
 def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
@@ -131,7 +135,9 @@ def open_tokenizer(
     if target is not None and any((target.source.folder / name).is_file() for name in names):
         # Under the target's name, since nobody knows the cache folder that holds it.
         own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
-    tokenizer = own if given is None else load_tokenizer(given, offline=offline)
+    tokenizer = own
+    if given is not None:
+        tokenizer = or_built_in(given, lambda place: load_tokenizer(place, offline=offline))
     if tokenizer is None:
         return None
     if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
@@ -162,7 +168,13 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
         )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    config = read_object(folder / "config.json", SourceError)
+def _config(source: ResolvedSource) -> dict[str, Any]:
+    """Read a target's configuration, that of the text part over the whole; MismatchError for sizes that are none."""
+    config = read_object(source.folder / "config.json", SourceError)
     text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    config = {**config, **text} if isinstance(text, dict) else config
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise MismatchError.of_key(source.label, key, "a positive integer", value)
+    return config

@@ -29,6 +29,7 @@ from ..targets.matrix import is_embedding_of, open_target_lm_head
 from .rules import RULES, ArtifactParts, Outcome, Rule, Status, config_differences, failed, no_lm_head, settled, skipped
 
 _T = TypeVar("_T")
+_WITH_HEAD = ("manifest", "weights", "config", "head")
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,13 @@ def verify_artifact(
     if not folder.is_dir():
         raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
     require_engines(engines, engine_version)
-    named = (None if it is None else str(it) for it in (head, target, tokenizer))
+    head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
+    sources = _SourceChecks(head_name, target_name, tokenizer_name, offline)
     of_engines = (
-        Rule(
-            f"engine {engine}",
-            partial(_check_engine, engine, engine_version),
-            ("manifest", "config", "weights", "head"),
-        )
-        for engine in engines
+        Rule(f"engine {engine}", partial(_check_engine, engine, engine_version), _WITH_HEAD) for engine in engines
     )
     parts, unread, checks = ArtifactParts(folder), set[str](), []
-    for rule in (*RULES, *_SourceChecks(*named, offline).rules(), *of_engines):
+    for rule in (*RULES, *sources.rules(), *of_engines):
         found = rule.outcome(parts, unread)
         checks.append(Check(rule.name, found.status, found.detail))
     return Verification(folder, tuple(checks))
@@ -140,7 +137,7 @@ class _SourceChecks:
     def rules(self) -> tuple[Rule, ...]:
         """List the checks, in order: that of the target opens it for those after it."""
         return (
-            Rule("target", self._check_target, ("manifest", "weights", "config", "head")),
+            Rule("target", self._check_target, _WITH_HEAD),
             Rule("tensors of the source head", self._check_tensors, ("manifest", "weights", "digests")),
             Rule("config of the source head", self._check_config, ("manifest", "config")),
             Rule("lm_head rows of the source", self._check_rows, ("manifest", "weights", "ids"), no_lm_head),

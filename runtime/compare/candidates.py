@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,6 @@ class Candidate:
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens; zeros where each step chooses its tree."""
-
-    @classmethod
-    def of(cls, model: SpeculativeModel, size: str, head: str) -> Candidate:
-        """Describe a model whose draft vocabulary is called ``size``."""
-        tree = model.drafter.tree
-        return cls(
-            size,
-            size,
-            model,
-            model.draft_vocab,
-            model.drafter.draft_bytes,
-            head,
-            (0, 0, 0) if model.is_tree_sized else (tree.depth, tree.top_k, tree.total_tokens),
-        )
 
     @property
     def is_plain(self) -> bool:
@@ -78,27 +65,28 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
     names = [Path(location).name for location in locations]
     if len(set(names)) < len(names):
         names = locations
-    found = []
+    candidates = []
     for name, model in zip(names, models, strict=True):
-        for cut in _cut(model, name, options):
-            for tree in options.trees or [model.drafter.tree]:
-                shaped = Candidate.of(cut.model.with_tree(tree), cut.size, name)
-                shape = f", tree {shaped.tree_words}" if len(options.trees or ()) > 1 else ""
-                prefix = f"{name}: " if len(models) > 1 else ""
-                found.append(replace(shaped, label=f"{prefix}{cut.size}{shape}"))
-    return found
+        prefix = f"{name}: " if len(models) > 1 else ""
+        for cut, tree in product(_cut(model, options), options.trees or [model.drafter.tree]):
+            shaped, size = cut.with_tree(tree), _words(cut.draft_vocab, model)
+            drafter = shaped.drafter
+            shape = (0, 0, 0) if tree is None else (tree.depth, tree.top_k, tree.total_tokens)
+            each = Candidate("", size, shaped, cut.draft_vocab, drafter.draft_bytes, name, shape)
+            suffix = f", tree {each.tree_words}" if len(options.trees or ()) > 1 else ""
+            candidates.append(replace(each, label=f"{prefix}{size}{suffix}"))
+    return candidates
 
 
-def _cut(model: SpeculativeModel, head: str, options: CompareOptions) -> list[Candidate]:
-    """Return each size of a head. Raises `UsageError` for a size that the head cannot be cut to."""
+def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[SpeculativeModel]:
+    """Return the model in each different size. Raises `UsageError` for a size that the head cannot be cut to."""
     assert model.opened is not None
     sizes, ranking = options.sizes, model.opened.ranking
     if sizes is None:
         smallest = model.draft_vocab if ranking is None else ranking.num_forced
         sizes = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
     cuts = [model.with_draft_vocab(None if isinstance(size, str) else size) for size in sizes]
-    different = {each.draft_vocab: each for each in cuts}.values()
-    return [Candidate.of(each, _words(each.draft_vocab, model), head) for each in different]
+    return {each.draft_vocab: each for each in cuts}.values()
 
 
 def _words(draft_vocab: int, model: SpeculativeModel) -> str:

@@ -49,19 +49,19 @@ def _read_prompt(line: str, where: str) -> Prompt:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{where}: not a JSON object on a line of its own ({error}).") from error
-    found = value if isinstance(value, dict) else {}
-    key = next((key for key in _KEYS if key in found), None)
-    given = found.get(key)
+    record = value if isinstance(value, dict) else {}
+    key = next((key for key in _KEYS if key in record), None)
+    given = record.get(key)
     turns: list[Any] = given if key == "turns" and isinstance(given, list) else [given]
     if not turns or not all(isinstance(turn, str) and _as_text(turn) == turn and turn.strip() for turn in turns):
         raise PromptFileError(
             f'{where}: expected "turns" (a list of texts), "prompt" or "question" (a text), found {brief(value)}.'
         )
     # The category names a row of the table: no line breaks.
-    category = " ".join(_as_text(str(found.get("category") or "")).split())
+    category = " ".join(_as_text(str(record.get("category") or "")).split())
     return Prompt(tuple(turns), category or DEFAULT_CATEGORY)
 
 
-def _as_text(found: str) -> str:
+def _as_text(text: str) -> str:
     """Leave out halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
-    return found.encode(errors="ignore").decode()
+    return text.encode(errors="ignore").decode()

@@ -1,4 +1,4 @@
-"""Which draft vocabulary to use, as far as the measurement tells, for each mode and batch."""
+"""Recommend a draft vocabulary for each mode and batch, as far as the measurement tells."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
     best = max(measured, key=lambda row: row.tokens_per_s)
     figures, comparisons = {row.label: row.measured for row in measured if row.measured}, max(1, len(measured) - 1)
     others = {
-        label: ratio(found, figures[best.label], best.num_prompts, comparisons)
-        for label, found in figures.items()
+        label: ratio(each, figures[best.label], best.num_prompts, comparisons)
+        for label, each in figures.items()
         if label != best.label
     }
     slower = {label for label, speed in others.items() if speed.high < 1 and speed.value < 1 - _MARGIN}
@@ -79,13 +79,13 @@ def _reasons(
     measured: Sequence[ComparisonRow],
     others: Mapping[str, Estimate],
 ) -> list[str]:
-    found = chosen.measured
-    assert found is not None
+    figures = chosen.measured
+    assert figures is not None
     draft, verify, host, step = (
-        f"{each * 1e3:.1f}" for each in (found.draft_s, found.verify_s, found.host_s, found.step_s)
+        f"{each * 1e3:.1f}" for each in (figures.draft_s, figures.verify_s, figures.host_s, figures.step_s)
     )
     reasons = [
-        f"{chosen.label}: accepted length {found.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
+        f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
         f"{verify}, host {host}) = {chosen.tokens_per_s:.1f} tokens/s."
     ]
     is_enough = chosen.num_prompts >= ENOUGH_PROMPTS

@@ -22,19 +22,6 @@ from .statistics import Estimate, Measured, Timings, measure, ratio
 
 ALL = "all"
 _DATA_MARK = "/*DATA*/null"
-_HEADINGS = (
-    "size",
-    "mode",
-    "batch",
-    "category",
-    "accepted length",
-    "missed",
-    "tokens/s",
-    "speed-up",
-    "ms/step",
-    "passes",
-    "exact",
-)
 
 
 @dataclass(frozen=True)
@@ -90,15 +77,15 @@ class ComparisonRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row's figures under their names; times in seconds, None where nothing was measured."""
-        found, stats = self.measured, self.stats
+        measured, stats = self.measured, self.stats
         estimates = {
-            "mean_accepted_length": found.accepted_length if found and stats.num_passes else None,
-            "tokens_per_s": found.tokens_per_s if found else None,
+            "mean_accepted_length": measured.accepted_length if measured and stats.num_passes else None,
+            "tokens_per_s": measured.tokens_per_s if measured else None,
             "speedup": self.speedup,
         }
         names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_compared")
         counts = ("is_exact", "num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
-        times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
+        times = {"step_s": "step_s", **{f"{phase}_s_per_step": f"{phase}_s" for phase in ("draft", "verify", "host")}}
         return {
             **self.candidate.to_json(),
             **{name: getattr(self, name) for name in names},
@@ -106,29 +93,28 @@ class ComparisonRow:
             "missed_rate": None if self.candidate.is_plain or not stats.num_new_tokens else round(stats.missed_rate, 6),
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
-            **{name: round(getattr(found, of), 6) if found else None for name, of in times.items()},
+            **{name: round(getattr(measured, of), 6) if measured else None for name, of in times.items()},
             "total_s": round(stats.total_s, 4),
             "accepted_lengths": {str(length): count for length, count in stats.accepted_lengths.items()},
         }
 
-    def cells(self) -> list[str]:
-        """Return the row of the table, "-" where nothing was measured."""
-        found, stats = self.measured, self.stats
-        length = f"{found.accepted_length.value:.3f}" if found and stats.num_passes else "-"
+    def cells(self) -> dict[str, str]:
+        """Return the row of the table by its headings, "-" where nothing was measured."""
+        measured, stats = self.measured, self.stats
         equal = f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-"
-        return [
-            self.label,
-            self.mode,
-            str(self.batch),
-            self.category,
-            length,
-            "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
-            _with_range(found.tokens_per_s if found else None, 1),
-            _with_range(self.speedup, 2),
-            f"{found.step_s * 1e3:.1f}" if found else "-",
-            str(stats.num_passes) if self.num_answers else "-",
-            "equal" if stats.is_exact else equal,
-        ]
+        return {
+            "size": self.label,
+            "mode": self.mode,
+            "batch": str(self.batch),
+            "category": self.category,
+            "accepted length": f"{measured.accepted_length.value:.3f}" if measured and stats.num_passes else "-",
+            "missed": "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
+            "tokens/s": _with_range(measured.tokens_per_s if measured else None, 1),
+            "speed-up": _with_range(self.speedup, 2),
+            "ms/step": f"{measured.step_s * 1e3:.1f}" if measured else "-",
+            "passes": str(stats.num_passes) if self.num_answers else "-",
+            "exact": "equal" if stats.is_exact else equal,
+        }
 
 
 @dataclass(frozen=True)
@@ -157,11 +143,11 @@ class Advice:
 class Omission:
     """Answers that are in no figure, and why.
 
-    ``candidates``: whose; ``prompt``: the first of the first group; ``is_fault``: whether it comes neither of a prompt
-    nor of the device's memory.
+    ``candidate``: the first whose; "plain" if plain decoding's, too, without which a conversation ends. ``prompt``: the
+    first of the group; ``is_fault``: whether the error comes neither of the prompt nor of the device's memory.
     """
 
-    candidates: tuple[str, ...]
+    candidate: str
     message: str
     batch: int
     prompt: int
@@ -170,12 +156,12 @@ class Omission:
 
     def __str__(self) -> str:
         times = f" ({self.num_times} times)" if self.num_times > 1 else ""
-        return f"{'; '.join(self.candidates)}, batch {self.batch}, prompt {self.prompt}{times}: {self.message}"
+        return f"{self.candidate}, batch {self.batch}, prompt {self.prompt}{times}: {self.message}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that `compare` found.
+    """Hold everything that `compare` measured.
 
     ``rows``: the figures of each candidate, mode, batch and category; ``setup``: what was compared, on which device and
     how; ``recommendations``: for each mode and batch; ``answers``: in the order in which they were made;
@@ -217,7 +203,8 @@ class Comparison:
         promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
         # Columns that hold names stand on the left.
-        table = aligned([_HEADINGS, *(row.cells() for row in self.rows)], 4)
+        cells = [row.cells() for row in self.rows]
+        table = aligned([[*cells[0]], *([*each.values()] for each in cells)], 4)
         return "\n\n".join([table, *("\n  ".join([each.headline, *each.reasons]) for each in self.recommendations)])
 
     def to_html(self) -> str:
@@ -258,14 +245,14 @@ def _rows(
         if 2 * len(shared) > len(given[plain.label]):
             turns = shared
             compared.append(each)
-    found = _measured(compared, given, turns)
+    joint = _measured(compared, given, turns)
     for each in candidates:
         is_compared = each in compared
-        own_turns = turns if is_compared else given[each.label].keys()
-        figures = found if is_compared else _measured([plain, each], given, own_turns)
-        chosen = [answer for turn, answer in given[each.label].items() if turn in own_turns]
+        its_turns = turns if is_compared else given[each.label].keys()
+        figures = joint if is_compared else _measured([plain, each], given, its_turns)
+        chosen = [answer for turn, answer in given[each.label].items() if turn in its_turns]
         measured, base = figures.get(each.label), figures.get(plain.label)
-        num_groups = len({group for group, _ in own_turns})
+        num_groups = len({group for group, _ in its_turns})
         yield ComparisonRow(
             each,
             *names,

@@ -1,13 +1,14 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt, so that no candidate gains by its place. Every answer is compared
-with plain decoding of the same prompt (greedy, or sampled with the same seed), and identical ones are counted. Where
+for all. Their order is drawn anew for each prompt, so that none gains by it. Every answer is compared with plain
+decoding of the same prompt (greedy, or sampled with the same seed), and identical ones are counted. Where
 `GenerationStats.is_exact`, a difference is a failure. Times are of this device alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -28,7 +29,6 @@ from .recommend import recommend
 from .report import Answer, Comparison, Omission, build_rows
 
 Progress = Callable[[int, int], object]
-_ALL = "every candidate"
 
 
 def compare(
@@ -87,11 +87,7 @@ class Measurement:
         self.answers, self.is_complete, self.num_done = list[Answer](), True, 0
         self.omissions = dict[tuple[int, str], Omission]()
         """By batch and message."""
-        self.broken = set[tuple[str, int]]()
-        """Candidates, by label, and batches that do not start."""
-        # The figures of each mode and batch are worked out by themselves.
-        kinds = [(mode, batch) for mode in options.modes for batch in options.batches]
-        self.random = {kind: np.random.default_rng([0, number]) for number, kind in enumerate(kinds)}
+        self.random = np.random.default_rng(0)
         groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
         num_turns = sum(max(len(prompts[number].turns) for number in group) for group in groups)
         self.num_calls = len(candidates) * num_turns * len(options.modes)
@@ -135,17 +131,17 @@ class Measurement:
         opening = [self.model.encode_chat([_said("user", prompt.turns[0])]) for prompt in self.prompts]
         self.model.generate(opening, max_new_tokens=0)
         hello = self.model.encode_chat([_said("user", "Hi")])
+        failed, num_batches = Counter[bool](), len(self.options.batches)
         for batch, candidate in product(self.options.batches, self.candidates):
             try:
                 # Keep one-off work (allocation, packing) out of the first prompt's times.
                 candidate.model.generate(
                     [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
                 )
-            except Exception as error:
-                self.broken.add((candidate.label, batch))
-                self._leave_out(candidate.label, batch, 0, "does not start", error)
-                kinds = product(self.candidates, self.options.batches)
-                if len({each.is_plain for each, size in kinds if (each.label, size) not in self.broken}) < 2:
+            except Exception:
+                # It fails again when it is asked, unless nothing is left that could be compared.
+                failed[candidate.is_plain] += 1
+                if failed[True] == num_batches or failed[False] == num_batches * (len(self.candidates) - 1):
                     raise
 
     def _answer_group(self, group: tuple[int, ...], mode: str) -> None:
@@ -157,7 +153,7 @@ class Measurement:
             asked = [number for number in group if turn < len(self.prompts[number].turns)]
             for number in dict.fromkeys(asked):
                 talks[number].append(_said("user", self.prompts[number].turns[turn]))
-            plain = self._answer_turn(group, mode, turn, {number: talks[number] for number in asked}, asked)
+            plain = self._answer_turn(mode, group, turn, asked, talks)
             if plain is None:
                 # Nothing is known that the next turn could follow.
                 self._move_on(ended - self.num_done)
@@ -167,60 +163,50 @@ class Measurement:
                     talks[number].append(_said("assistant", text or ""))
 
     def _answer_turn(
-        self, group: tuple[int, ...], mode: str, turn: int, talks: Mapping[int, Any], asked: Sequence[int]
+        self, mode: str, group: tuple[int, ...], turn: int, asked: Sequence[int], talks: Mapping[int, Any]
     ) -> GenerationOutput | None:
-        """Keep what the candidates answer to a turn; return plain decoding's answer, None where there is none.
-
-        A turn that cannot be asked is left out for all; whatever else fails costs the candidate its answer alone.
-        """
-        batch, outputs, where = len(group), dict[str, GenerationOutput](), f"left out from turn {turn + 1} on"
-        ids = list[Any]()
-        for number in asked:
+        """Keep what the candidates answer to a turn; return plain decoding's answer, None where there is none."""
+        outputs, of_turn = dict[str, GenerationOutput](), (mode, len(group), group[0], turn)
+        try:
+            ids = [self.model.encode_chat(talks[number]) for number in asked]
+        except Exception as error:
+            self._leave_out(PLAIN, of_turn, error)
+            return None
+        for number in self.random.permutation(len(self.candidates)):
+            candidate = self.candidates[number]
             try:
-                ids.append(self.model.encode_chat(talks[number]))
+                outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
             except Exception as error:
-                self._leave_out(_ALL, batch, number, where, error)
-                return None
-        for place in self.random[mode, batch].permutation(len(self.candidates)):
-            candidate = self.candidates[place]
-            if (candidate.label, batch) not in self.broken:
-                try:
-                    outputs[candidate.label] = self._generate(candidate, ids, mode, batch)
-                except PromptError as error:
-                    self._leave_out(_ALL, batch, asked[error.prompt], where, error)
+                self._leave_out(candidate.label, of_turn, error)
+                if candidate.is_plain:
                     return None
-                except Exception as error:
-                    self._leave_out(candidate.label, batch, group[0], f"turn {turn + 1} left out", error)
-                    if candidate.is_plain:
-                        return None
             self._move_on(1)
-        plain = outputs.get(PLAIN)
-        for label, output in outputs.items() if plain else ():
+        plain, categories = outputs[PLAIN], {self.prompts[number].category for number in group}
+        for label, output in outputs.items():
             try:
                 if label != PLAIN and output.stats.is_exact:
                     _prove(f"{mode}: turn {turn + 1}", output, plain, asked)
             except EagleSlimError as error:
-                self._leave_out(label, batch, group[0], f"turn {turn + 1} left out", error)
+                self._leave_out(label, of_turn, error)
                 continue
-            categories = {self.prompts[number].category for number in group}
+            category = next(iter(categories)) if len(categories) == 1 else None
             num_identical = sum(map(eq, output.token_ids, plain.token_ids))
-            category = categories.pop() if len(categories) == 1 else None
-            answer = (mode, batch, group[0], turn, label, category, num_identical, len(asked), output.stats)
-            self.answers.append(Answer(*answer))
+            self.answers.append(Answer(*of_turn, label, category, num_identical, len(asked), output.stats))
         return plain
 
     def _move_on(self, num_calls: int) -> None:
         self.num_done += num_calls
         self.progress(self.num_done, self.num_calls)
 
-    def _leave_out(self, candidate: str, batch: int, prompt: int, where: str, error: Exception) -> None:
-        """Tell an error once, however often it comes."""
+    def _leave_out(self, candidate: str, of_turn: tuple[str, int, int, int], error: Exception) -> None:
+        """Tell an error once, however often it comes; of plain decoding, as without its answer there is no other."""
+        _, batch, prompt, turn = of_turn
         is_fault = not isinstance(error, (PromptError, UsageError, DeviceMemoryError, LogitsError))
         kind = "" if isinstance(error, EagleSlimError) else f"{type(error).__name__}: "
-        message = f"{where}: {kind}{' '.join(str(error).split())}"
-        first = self.omissions.get((batch, message), Omission((), message, batch, prompt, is_fault))
-        candidates = tuple(dict.fromkeys([*first.candidates, candidate]))
-        self.omissions[batch, message] = replace(first, candidates=candidates, num_times=first.num_times + 1)
+        message = f"turn {turn + 1} left out: {kind}{' '.join(str(error).split())}"
+        first = self.omissions.get((batch, message), Omission(candidate, message, batch, prompt, is_fault))
+        name = PLAIN if candidate == PLAIN else first.candidate
+        self.omissions[batch, message] = replace(first, candidate=name, num_times=first.num_times + 1)
 
     def _generate(self, candidate: Candidate, ids: Sequence[Any], mode: str, batch: int) -> GenerationOutput:
         output: GenerationOutput = candidate.model.generate(
@@ -241,7 +227,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:
     """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
-    for place, drafted, expected in zip(asked, output.token_ids, plain.token_ids, strict=True):
+    for prompt, drafted, expected in zip(asked, output.token_ids, plain.token_ids, strict=True):
         first = first_difference(drafted, expected)
         if first is not None:
-            raise difference(f"{what} of prompt {place}", drafted, expected, first, str(output.stats.exactness))
+            raise difference(f"{what} of prompt {prompt}", drafted, expected, first, str(output.stats.exactness))

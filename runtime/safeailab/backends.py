@@ -22,6 +22,8 @@ from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
+_NO_OPTIONS = {"fallback", "overwrite", "use_triton_drafter"}
+"""Options of other drafters, which the table of names has."""
 MAX_KEPT = 4
 """Drafters that are kept with a model: those used last."""
 _registered: dict[str, dict[str, Any]] = {}
@@ -79,7 +81,7 @@ def frontier_generate(
 
     ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
     EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
-    int64 [1, seq]; ``top_p=0.0`` and ``top_k=0.0`` are off, as there. Afterwards the EaModel's methods are upstream's
+    int64 [1, seq]; ``top_p=0.0`` and ``top_k=0`` are off, as there. Afterwards the EaModel's methods are upstream's
     again. The four drafters used last are kept with the model, and built again after that was moved to another device
     or type, or got another ``ea_layer`` or base model. Raises `UsageError` for an unknown backend or model, and a head
     beside one that has its own; `DrafterError` where it cannot run.
@@ -119,12 +121,16 @@ def _generate(
     tree: TreeConfig | None,
     options: dict[str, Any],
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
-    if "fallback" in options:
-        raise UsageError(f"There is no option 'fallback'. {OTHER_NAMES}")
+    for name in _NO_OPTIONS & options.keys():
+        raise UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
+    if isinstance(options.get("top_k"), float) and options["top_k"] == 0:
+        # Off, as upstream's default says it.
+        options["top_k"] = 0
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
-        # Off, as upstream says it: its top_p = 0.0 is 1.0 here, and its top_k may be 0.0.
-        options |= {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if options.get(name) == 0}
+        if options.get("top_p") == 0:
+            # Off, as upstream says it; 1.0 is off here.
+            options["top_p"] = 1.0
         return built.generate(input_ids, **options)
     built.apply()
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -68,50 +68,41 @@ class TreeBuffers:
         self.trees.draft_tokens[:, :1] = self.state.new_tokens.gather(1, newest)
 
 
-class Drafts(Protocol):
+class Drafts(ABC):
     """Drafts of all slots of a decoder, and all that depends on their kind."""
 
-    @property
-    def drafter(self) -> BufferedDrafter | None:
-        """Drafter, which takes the pairs of prompts and of plain steps; None decodes plainly."""
+    drafter: BufferedDrafter | None
+    """Takes the pairs of prompts and of plain steps; None decodes plainly."""
+    tree: TreeConfig | None
+    """The largest shape, and that of steps where none is chosen; None decodes plainly."""
+    waits: bool
+    """Whether a draft waits for the host, so that no CUDA graph can hold it."""
+    barriers: Sequence[Tensor]
+    """Tensors that are zero before each call."""
+    tallies: Mapping[str, Tensor]
+    """Tensors [] of fields of `GenerationStats`, counted since a call began."""
+    prompt_queries: Tensor | None = None
+    """Rows for the queries of a prompt's last rows (`ForwardBuffers.queries`); None where nothing needs them."""
 
-    @property
-    def tree(self) -> TreeConfig | None:
-        """Largest shape of the drafts, and that of steps where none is chosen; None decodes plainly."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether a draft waits for the host, so that no CUDA graph can hold it."""
-
-    @property
-    def barriers(self) -> Sequence[Tensor]:
-        """Tensors that are zero before each call."""
-
-    @property
-    def tallies(self) -> Mapping[str, Tensor]:
-        """Tensors [] of fields of `GenerationStats`, counted since a call began."""
-
-    @property
-    def prompt_queries(self) -> Tensor | None:
-        """Rows for the queries of a prompt's last rows (`ForwardBuffers.queries`); None where nothing needs them."""
-
+    @abstractmethod
     def buffers(self, tree: TreeConfig | None) -> TreeBuffers:
         """Return the trees and buffers of a shape up to ``tree``, built when it is first wanted; None: plain steps."""
 
+    @abstractmethod
     def draft(self, trees: TreeBuffers, batch: int, rules: ChoiceRules) -> None:
         """Write the trees of the next step of up to ``batch`` sequences."""
 
-    def commit_step(self) -> None:
+    def commit_step(self) -> None:  # noqa: B027  # most have nothing to note
         """Take note of what the pass over a step's trees accepted."""
 
-    def commit_chunk(self) -> None:
+    def commit_chunk(self) -> None:  # noqa: B027
         """Take note of a prompt's chunk, with ``prompt_queries`` alone."""
 
-    def enter(self, slot: Tensor) -> None:
+    def enter(self, slot: Tensor) -> None:  # noqa: B027
         """Take note of a prompt that has entered a slot int32 [1], with ``prompt_queries`` alone."""
 
 
-class DrafterTrees:
+class DrafterTrees(Drafts):
     """Trees of a drafter, of its own shape and of smaller ones; without a drafter, plain steps. See `Drafts`."""
 
     def __init__(self, target: Target, cache: KVCache, slots: Slots, drafter: BufferedDrafter | None) -> None:
@@ -123,8 +114,7 @@ class DrafterTrees:
         """By top_k: each drafts all trees up to its own."""
         self._buffers: dict[TreeConfig | None, TreeBuffers] = {}
         self.barriers = [] if drafter is None else barriers_of(drafter.bufs)
-        self.tallies: dict[str, Tensor] = {}
-        self.prompt_queries = None
+        self.tallies = {}
 
     def buffers(self, tree: TreeConfig | None) -> TreeBuffers:
         """See `Drafts.buffers`."""
@@ -139,7 +129,7 @@ class DrafterTrees:
             alike = [shape for shape in shapes_up_to(self.drafter.tree) if shape and shape.top_k == tree.top_k]
             drafter = self.drafter.of_bound(bound_of([tree, *alike]))
             self._drafters[tree.top_k] = drafter
-            self.barriers += barriers_of(drafter.bufs)
+            self.barriers = [*self.barriers, *barriers_of(drafter.bufs)]
         drafter = self._drafters[tree.top_k]
         return drafter if drafter.tree == tree else drafter.of_tree(tree)
 
@@ -149,15 +139,6 @@ class DrafterTrees:
             trees.drafter.draft()
         else:
             trees.write_roots()
-
-    def commit_step(self) -> None:
-        """See `Drafts.commit_step`."""
-
-    def commit_chunk(self) -> None:
-        """See `Drafts.commit_chunk`."""
-
-    def enter(self, slot: Tensor) -> None:
-        """See `Drafts.enter`."""
 
 
 def take_pairs(drafter: BufferedDrafter, slots: Slots) -> None:

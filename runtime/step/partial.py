@@ -24,7 +24,7 @@ from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
 from .choice import TokenChoice
 from .decoder import Decoder
-from .drafts import DrafterTrees, TreeBuffers, take_pairs
+from .drafts import DrafterTrees, Drafts, TreeBuffers, take_pairs
 from .graphs import GraphPool
 from .kernels.choice_kernels import ChoiceRules
 from .kernels.slot_state import ENDED_BY_FAULT
@@ -32,11 +32,15 @@ from .phases import Revision, StepPhases
 from .slots import Slots
 
 
-class PartialChains:
+class PartialChains(Drafts):
     """Chains of tokens that steps over a part of the cache accepted. See `Drafts`.
 
     ``slots``: of the passes over the whole ``cache``. ``revise``: as in `StepPhases`, of the steps over the part.
     """
+
+    drafter: BufferedDrafter
+    tree: TreeConfig
+    prompt_queries: Tensor
 
     def __init__(
         self,
@@ -77,7 +81,8 @@ class PartialChains:
         # The extra place absorbs overflow.
         self._chain, self.lengths = zeros(num_slots, nodes), zeros(num_slots)
         """Of each slot, the tokens of its chain and their number."""
-        self._num_passes, self._num_lost = zeros(2, dtype=torch.int64)
+        tallies = zeros(2, dtype=torch.int64)
+        self._num_passes, self._num_lost = tallies[0], tallies[1]
         self.tallies = {"num_partial_passes": self._num_passes, "num_rolled_back_tokens": self._num_lost}
         layers, width = len(target.layer_shapes), target.layer_shapes[0].heads * target.layer_shapes[0].key_dim
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.

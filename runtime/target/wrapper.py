@@ -34,7 +34,9 @@ from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
 from .shared_copy import SharedCopy
 from .watch import Watch
 
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_KNOWN_LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
+_PROMPT_ADAPTERS = {"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "SUPERTUNING", "XLORA"}
+"""peft's adapters whose effect on a token depends on other tokens of a forward, or on an argument of ``generate``."""
 _RECURRENT_MARKS = (
     "ssm_cfg",
     "state_size",
@@ -413,6 +415,15 @@ def _problems(model: Any) -> Iterator[str]:
             "has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one that "
             "changes weights, such as LoRA."
         )
+    for kind in _prompt_adapters(model):
+        yield (
+            f"has an adapter that looks at the whole prompt ({kind}), and prompts are run in parts. Use one "
+            "that changes weights, such as LoRA, or take this one out (unload)."
+        )
+    # Whoever else wraps generate changes what a forward of ours does not see.
+    origin = str(getattr(getattr(model, "generate", None), "__module__", None) or "transformers")
+    if origin.partition(".")[0] not in ("transformers", "peft"):
+        yield f"has a generate of its own ({origin}), which ours would leave out. Pass the model without it."
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
@@ -430,16 +441,19 @@ def _problems(model: Any) -> Iterator[str]:
         yield f"is an encoder-decoder model. {can}"
     if model.get_output_embeddings() is None:
         yield f"has no LM head (an encoder, or a bare decoder). {can}"
+    types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    # A configuration of attention layers alone, as some Granite 4.0 models have, in a class for hybrid ones.
+    attends = bool(types) and types <= _KNOWN_LAYER_TYPES
+    attends = attends and not any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
     is_recurrent = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
-    if is_recurrent or getattr(model, "_is_stateful", False):
+    if not attends and (is_recurrent or getattr(model, "_is_stateful", False)):
         yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         yield (
             "is quantised dynamically, so a token's logits depend on what is computed beside it. Load it as it was, or "
             "with its weights quantised only."
         )
-    others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
-    if others:
+    if others := types - _KNOWN_LAYER_TYPES:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
     if is_alibi or not any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim")):
@@ -451,6 +465,21 @@ def _problems(model: Any) -> Iterator[str]:
         )
     if not getattr(model, "_supports_attention_backend", False):
         yield f"does not take a registered attention function in this version of transformers. {can}"
+
+
+def _prompt_adapters(model: Any) -> set[str]:
+    """Return the kinds of a model's active adapters that act on more than the token that a forward runs."""
+    adapters, active = getattr(model, "peft_config", None), getattr(model, "active_adapters", None)
+    if not isinstance(adapters, dict):
+        return set()
+    found = set()
+    for name, adapter in adapters.items():
+        kind = str(getattr(adapter, "peft_type", "")).removeprefix("PeftType.")
+        # The active ones of X-LoRA are those that it mixes.
+        if not isinstance(active, list) or name in active or kind == "XLORA":
+            found |= {kind} & _PROMPT_ADAPTERS
+            found |= {"activated LoRA"} if getattr(adapter, "alora_invocation_tokens", None) else set()
+    return found
 
 
 def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:

@@ -62,22 +62,18 @@ def test_variants(
         assert [row.get(f"draft_{part}_ms", 0) > 0 for part in ("mlp", "lm_head")] == [is_own] * 2, "a launch has none"
     assert {row.get("forward") for row in rows} == {None, "fused (asked for)"}
     assert upstream_stand_in.tree_decoding is verify, "what was listened to is as it was"
-    calls: list[None] = []
-    own_generate = safeailab.generate
-    monkeypatch.setattr(safeailab, "generate", lambda *given: calls.append(None) or own_generate(*given))
-    line = ("--runs", "1", "--warmup", "2", "--max_new_tokens", "4", "--compare", "drafter", "--print_eagle_timers")
-    capsys.readouterr()
-    rows = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], arguments(*line))
-    # Two and one that is timed; upstream's parts are timed in two more, the patch's in one.
-    assert (len(calls), [row["new_tokens"] for row in rows]) == (2 * 3 + 3, [5, 5])
-    told = re.findall(r"^(\w+): ms: draft [\d.]+.*, verification [\d.]+, pass ", capsys.readouterr().out, re.MULTILINE)
-    assert told == ["upstream", "drafter"]
     args = arguments("--runs", "0", "--new-tokens", "4", "--temperature", "0.5", "--compare", "whole", "--print_output")
     capsys.readouterr()
     rows = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args)
     assert [row["variant"] for row in rows] == ["upstream", "whole"]
     assert not any({"is_equal", "speedup", "pass_ms"} & set(row) for row in rows)
     assert "\nwhole: [" in capsys.readouterr().out
+    theirs = arguments("--base_model_path", "a", "--ea_model_path", "b", "--prompt", "one", "--max_new_tokens", "4")
+    assert (theirs.base_model, theirs.ea_model, theirs.new_tokens, theirs.warmup) == ("a", "b", 4, 0)
+    args = arguments("--runs", "1", "--warmup", "--print_eagle_timers", "--new-tokens", "4", "--compare", "whole")
+    rows = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args)
+    assert [row["variant"] for row in rows] == ["upstream", "whole"]
+    assert "\nwhole: draft " in capsys.readouterr().out
     assert arguments("--compare").compare == arguments().compare == ("drafter", "whole")
     assert safeailab.generate(model, prompts[:1], arguments("--max-length", "9"))["num_passes"] == 1
 
@@ -110,12 +106,6 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
     args = arguments(*own, "--prompt", "zero", "--prompts", str(tmp_path / "lines.txt"))
     assert args.prompt == ["zero", "one", "two"]
     assert arguments(*own, "--prompts", str(tmp_path / "question.jsonl")).prompt == ["three", "four"]
-    # As SafeAILab's own scripts spell them.
-    line = (
-        "--base_model_path here --ea_model_path there --max_new_tokens 7 --warmup 3 --print_eagle_timers --prompt one"
-    )
-    args = arguments(*line.split())
-    assert (args.base_model, args.ea_model, args.new_tokens, args.warmup) == ("here", "there", 7, 3)
     (tmp_path / "wrong.jsonl").write_text("{}")
     for line, words in (
         (("--upstream", str(tmp_path)), "must name a clone"),
@@ -125,7 +115,6 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
         (("--prompt", "one"), "--base-model"),
         ((*own, "--prompts", str(tmp_path / "wrong.jsonl")), "wrong.jsonl"),
         (("--new-tokens", "0"), "argument --new-tokens"),
-        (("--print_eagle_timers", "--runs", "0"), "--runs of at least 1"),
         (("--device", "cuda:99"), "device = 'cuda:99'"),
         (("--depths", "0"), "depth"),
     ):

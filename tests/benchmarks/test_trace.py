@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,5 +142,8 @@ def test_steps_are_traced_in_ranges_of_their_names(
     # By operation, of four layers.
     assert names.count("qkv_product") == names.count("tree_attention") == names.count("gated_product") == 16
     assert {"tree_rows", "head_product", "choose_tokens", "walk", "commit_kv", "list_active"} <= set(names)
-    trace.draw(trace.last_step(steps()), tmp_path / "step.svg", "One step")
-    assert "<svg" in (tmp_path / "step.svg").read_text()
+    trace.draw(trace.last_step(steps()), tmp_path / "step.svg", "One step, " + "with a long title, " * 10)
+    # The title is in lines that fit the picture's width.
+    drawn = (tmp_path / "step.svg").read_text()
+    assert "<svg" in drawn
+    assert {len(line) > 100 for line in re.findall("<!-- (.*) -->", drawn)} == {False}

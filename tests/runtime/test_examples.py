@@ -62,15 +62,6 @@ def test_generate(run_here: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-def test_floors(run_here: Callable[..., str]) -> None:
-    out = run_here("floors.py", str(Path(__file__).parents[1] / "data" / "llama3-domain-counts.npz"))
-    assert re.search(r"german .* 93\.00% .* 73\.84% +85\.36% +93\.00% holds", out)
-    assert re.search(r"all sources .* 92\.86% .* 86\.89% +93\.12% ", out)
-    covered, bound = (float(number) for number in re.findall(r"(\d+\.\d+)% of (?:the|it)", out))
-    assert bound - 0.01 < covered <= bound
-
-
-@pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     args = ("--out", "here", "--max-new-tokens", "6")
     slim = tmp_path / "here" / "smollm2-135m-instruct-eagle3-v32000"

@@ -56,6 +56,11 @@ class Fault:
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
+    etag: other bytes come, under this ETag.
+    shift: the range begins so many bytes further on, and Content-Range says so.
+    as_whole: the range comes with status 200, as if it were all of the file.
+    total: of the file, as Content-Range names it.
+    times: so often; None for always.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -68,6 +73,11 @@ class Fault:
     break_after: int | None = None
     ignore_range: bool = False
     extra_bytes: int = 0
+    etag: str | None = None
+    shift: int = 0
+    as_whole: bool = False
+    total: int | None = None
+    times: int | None = None
     unanswered: bool = False
     silent: bool = False
     answer: Any = None
@@ -151,7 +161,10 @@ class HubServer:
 
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
         matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
-        return next(matching, None)
+        found = next((fault for fault in matching if fault.times != 0), None)
+        if found is not None and found.times is not None:
+            found.times -= 1
+        return found
 
     def _add(
         self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
@@ -347,7 +360,13 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and not fault.ignore_range:
             start, status = int(asked[1]), 206
             end = min(len(content), int(asked[2]) + 1) if asked[2] else len(content)
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+            start, end = start + fault.shift, end + fault.shift
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{fault.total or len(content)}"
+        if fault.etag is not None:
+            content, headers["ETag"] = content[::-1], f'"{fault.etag}"'
+        if fault.as_whole:
+            status = 200
+            del headers["Content-Range"]
         body = content[start:end] + b"\0" * fault.extra_bytes
         self.send(status, body, headers, fault.break_after)
 

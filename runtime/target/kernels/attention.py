@@ -282,6 +282,7 @@ def tree_attention(
         scratch,
         numbers,
         parts,
+        None,
         SHAPE=shape,
         WALKS=tiles.walks,
         ROWS=tiles.rows,

@@ -183,6 +183,7 @@ def _see_blocks(
     first_key,
     tail,
     numbers,
+    blocks_ptr,
     SHAPE: tl.constexpr,
     STAGES: tl.constexpr,
     MASKS: tl.constexpr,
@@ -201,12 +202,14 @@ def _see_blocks(
         if MASKS:
             score = tl.where((k[None, :] < tail[:, None]) & (k[None, :] >= first_key[:, None]), score, _MASKED)
         best, total, acc = _see(best, total, acc, score, unit, value, SHAPE)
+        if blocks_ptr is not None:
+            tl.atomic_add(blocks_ptr, 1)
     return best, total, acc
 
 
 @triton.jit
 def _split_state(
-    q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE: tl.constexpr, STAGES: tl.constexpr
+    q, key_at, value_at, split, first_key, tail, common, numbers, blocks_ptr, SHAPE: tl.constexpr, STAGES: tl.constexpr
 ):
     """The state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``.
 
@@ -222,11 +225,25 @@ def _split_state(
     middle = tl.minimum(stop, common)
     if not SHAPE.has_window:
         best, total, acc = _see_blocks(
-            best, total, acc, q, key_at, value_at, start, middle, first_key, tail, numbers, SHAPE, STAGES, False
+            best,
+            total,
+            acc,
+            q,
+            key_at,
+            value_at,
+            start,
+            middle,
+            first_key,
+            tail,
+            numbers,
+            blocks_ptr,
+            SHAPE,
+            STAGES,
+            False,
         )
         start = tl.maximum(start, middle)
     return _see_blocks(
-        best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, SHAPE, STAGES, True
+        best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, blocks_ptr, SHAPE, STAGES, True
     )
 
 
@@ -265,13 +282,17 @@ def main_kernel(
     scratch,
     numbers,
     parts,
+    blocks_ptr,
     SHAPE: tl.constexpr,
     WALKS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Main parts of ``ROWS`` query rows of a key head: states of some splits, or one of all (WALKS)."""
+    """Main parts of ``ROWS`` query rows of a key head: states of some splits, or one of all (WALKS).
+
+    ``blocks_ptr`` int32 [1] counts the blocks that all programs go through; None counts nothing.
+    """
     BLOCK_D: tl.constexpr = SHAPE.block_d
     kv_head = tl.program_id(0) % SHAPE.kv_heads
     block = tl.program_id(0) // SHAPE.kv_heads
@@ -305,7 +326,9 @@ def main_kernel(
         for index in tl.range(tl.program_id(1), count, tl.num_programs(1)):
             # In order, or the longest ones first.
             split = first_split + index if WALKS else last_split - index
-            best, total, acc = _split_state(q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE, STAGES)
+            best, total, acc = _split_state(
+                q, key_at, value_at, split, first_key, tail, common, numbers, blocks_ptr, SHAPE, STAGES
+            )
             if WALKS:
                 had = tl.where(index > 0, tail, 0) > 0
                 best_2, total_2, acc_2 = _state(scratch, place, node, head, had, numbers, SHAPE)

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,48 @@ def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
     copy = checkpoint.tensor("base")
     copy.zero_()
     assert torch.equal(checkpoint.tensor("shared"), base)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_a_bin_of_a_later_pickle_protocol(tmp_path: Path, protocol: int) -> None:
+    """Names that are also names of classes, shared storages, and more tensors than one byte counts."""
+    base = torch.arange(24.0).reshape(6, 4)
+    tensors = {
+        "torch": base,
+        "OrderedDict": base.t(),
+        "p": torch.nn.Parameter(torch.ones(2)),
+        "ü": base[2:4].bfloat16(),
+    }
+    tensors |= {f"t{number}": torch.full((2,), float(number)) for number in range(300)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {*checkpoint.names} == {*tensors}
+    for name, expected in tensors.items():
+        assert torch.equal(checkpoint.tensor(name), expected), name
+
+
+def test_flipped_bits_of_a_bin_are_found_by_its_checksums(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "pytorch_model.bin", torch.arange(1000.0)
+    torch.save({"a": tensor}, path)
+    content, wrong = path.read_bytes(), []
+    for place in np.random.default_rng(0).integers(0, len(content), 100):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with suppress(CheckpointError):
+            wrong += [place] if not torch.equal(open_checkpoint(tmp_path).tensor("a"), tensor) else []
+    assert wrong == []
+    within = content.index(tensor.numpy().tobytes()) + 2000
+    path.write_bytes(content[:within] + bytes([content[within] ^ 4]) + content[within + 1 :])
+    with raises_with(CheckpointError, "data/0", "checksum"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_bin_without_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model.bin")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert open_checkpoint(tmp_path).tensor("a").tolist() == [0, 1, 2]
 
 
 def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
@@ -321,10 +364,11 @@ class _Attack:
         return os.system, (self.command,)
 
 
-def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
     proof = tmp_path / "was-run"
     path = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.ones(1), "b": _Attack(f"touch {proof}")}, path)
+    torch.save({"a": torch.ones(1), "b": _Attack(f"touch {proof}")}, path, pickle_protocol=protocol)
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: refused.*would call .*system") as caught:
         open_checkpoint(tmp_path)
     assert "safetensors" in str(caught.value)

@@ -10,12 +10,13 @@ import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.sources.source import open_head_source, target_files
 from eagle_slim.vocab_tools.errors import UsageError
 from huggingface_hub import constants
 from safetensors.torch import save
-from support.heads import eagle3_tensors
+from support.heads import eagle3_config, eagle3_tensors
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises, raises_hub_error, raises_with
 
@@ -98,6 +99,19 @@ def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
     hub.reset_counts()
     open_head_source("org/head")
     assert hub.bytes_sent(".safetensors") == 0
+
+
+def test_a_flipped_bit_in_the_cache_of_the_hub_is_found_by_the_name_of_the_file(hub: HubServer, home: Path) -> None:
+    hub.add_model(
+        "org/whole", {"config.json": json.dumps(eagle3_config()), "model.safetensors": save(eagle3_tensors(rows=384))}
+    )
+    assert open_head("org/whole").kind == "eagle3"
+    path = (open_head_source("org/whole").folder / "model.safetensors").resolve()
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with raises_with(CheckpointError, "model.safetensors", "SHA-256"):
+        open_head("org/whole")
 
 
 def test_a_whole_model_is_refused_before_its_shards_are_fetched(hub: HubServer, home: Path) -> None:

@@ -4,8 +4,11 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
@@ -13,7 +16,7 @@ from eagle_slim.convert.rows import hub_tensor
 from eagle_slim.convert.sources.source import target_files
 from eagle_slim.convert.targets.lm_head import LmHead
 from eagle_slim.convert.targets.matrix import open_target_lm_head
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from support.heads import random
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises_hub_error, raises_with
@@ -144,6 +147,71 @@ def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fau
     with pytest.raises(SourceError, match="hf download"):
         open_lm_head("org/target")
     assert list(home.glob("assets/**/*.safetensors")) == []
+
+
+ODD = [Fault(etag="other"), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)]
+
+
+@pytest.mark.parametrize("fault", ODD)
+def test_bytes_of_another_content_are_asked_for_once_more_then_refused(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, fault))
+    with pytest.raises(SourceError, match="hf download"):
+        open_lm_head("org/target")
+    hub.clear_faults()
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
+
+
+@pytest.mark.parametrize("fault", ODD)
+def test_an_answer_of_another_content_is_asked_for_again(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, replace(fault, times=1)))
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
+
+
+def test_what_came_of_another_content_is_not_gone_on_with(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first run's bytes all come under another ETag, until the connection breaks."""
+    real = hub_tensor._etag
+    with monkeypatch.context() as first, raises_hub_error("unreachable"):
+        first.setattr(
+            hub_tensor, "_etag", lambda headers, name: real(headers, name) + name.removeprefix("X-Linked-ETag")
+        )
+        before_piece(first, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
+        open_lm_head("org/target")
+    hub.clear_faults()
+    hub.reset_counts()
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
+    assert hub.bytes_sent(SHARD) >= LM_HEAD.nbytes
+
+
+@pytest.mark.parametrize("offset", [-1, -LM_HEAD.nbytes, -LM_HEAD.nbytes - 100])
+def test_a_flipped_bit_in_the_cache_is_noticed(hub: HubServer, home: Path, offset: int) -> None:
+    path = open_lm_head("org/target").checkpoint.files[0].path
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+    with raises_hub_error("offline"):
+        open_lm_head("org/target", offline=True)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
+
+
+def test_a_tensor_that_an_older_version_kept_is_fetched_again(hub: HubServer, home: Path) -> None:
+    """It has no checksum, and may be of several contents."""
+    path = open_lm_head("org/target").checkpoint.files[0].path
+    save_file({"lm_head.weight": EMBEDDING}, path)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
+
+
+def test_a_server_without_an_etag_is_named(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        huggingface_hub, "get_hf_file_metadata", lambda *_, **__: SimpleNamespace(size=9, etag=None, commit_hash=None)
+    )
+    with raises_with(SourceError, f"{SHARD} names no ETag"):
+        open_lm_head("org/target")
 
 
 def test_a_truncated_file_in_the_cache_is_fetched_again(hub: HubServer, home: Path) -> None:

@@ -63,7 +63,7 @@ def test_where_the_target_promises_it_a_difference_is_an_error(
     promise("rows are exact (sums v1)", False)
     result = compare(model, prompts, greedy())
     assert all(row.stats.is_exact and row.num_identical == row.num_answers for row in result.rows)
-    assert [row.cells()[-1] for row in result.rows] == ["equal", "equal"]
+    assert [row.cells()["exact"] for row in result.rows] == ["equal", "equal"]
     promise("rows are exact (sums v1)", True)
     with pytest.raises(EagleSlimError, match="at token 3: its end instead of"):
         compare(model, prompts, greedy())
@@ -164,8 +164,8 @@ def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel)
     assert [row.num_answers for row in result.rows] == [2, 2]
     (omission,) = result.omissions
     assert omission.prompt == 0
-    assert (omission.candidates, omission.is_fault) == (("every candidate",), False)
-    assert re.match("left out from turn 2 on: .* no room", omission.message)
+    assert (omission.candidate, omission.is_fault) == (PLAIN, False)
+    assert re.match("turn 2 left out: .* no room", omission.message)
 
 
 @pytest.fixture
@@ -203,14 +203,14 @@ def test_a_later_turn_that_the_template_refuses_is_left_out(model: SpeculativeMo
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = only_first
     head = write_head(tmp_path / "other", vocab=VOCAB)
-    other = SpeculativeModel.from_pretrained(model.target.model, head, tokenizer=tokenizer, depth=2, top_k=2)
+    other = SpeculativeModel.from_pretrained(model.target.model, head, tokenizer=tokenizer, tree=TreeConfig(2, 2, 7))
     prompts = [Prompt((text, *more)) for text, more in (("a", ()), ("b", ("c", "d")), ("e", ()))]
     steps: list[tuple[int, int]] = []
     result = compare(other, prompts, greedy(), progress=lambda *step: steps.append(step))
     assert ([row.num_answers for row in result.rows], steps[-1], result.is_complete) == ([3, 3], (10, 10), True)
     (omission,) = result.omissions
-    assert (omission.candidates, omission.prompt, omission.is_fault) == (("every candidate",), 1, False)
-    assert re.match("left out from turn 2 on: .*one turn", omission.message)
+    assert (omission.candidate, omission.prompt, omission.is_fault) == (PLAIN, 1, False)
+    assert re.match("turn 2 left out: .*one turn", omission.message)
 
 
 def test_a_candidate_that_fails_from_a_prompt_on_costs_no_other(

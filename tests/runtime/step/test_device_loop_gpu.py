@@ -274,7 +274,8 @@ def test_partial_verification_is_warmed_up_too(tmp_path: Path, monkeypatch: pyte
     small = partial(PartialVerification, num_blocks=1, min_length=0)
     monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
     assert model.warmup(1, 300, partial_verification="exact").num_graphs == len(captures) == 3
-    found = model.generate(random_prompts([100]), max_new_tokens=20, partial_verification="exact")
+    options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    found = model.generate(random_prompts([100]), partial_verification="exact", **options)
     assert found.stats.num_partial_passes > 0
     assert len(captures) == 3
 
