@@ -314,7 +314,7 @@ def norm_features(draft, PLAN: tl.constexpr):
 
 @triton.jit
 def select(index, at_0, at_1, at_2, at_3):
-    """One of four values."""
+    """Return one of four values."""
     return tl.where(index < 2, tl.where(index == 0, at_0, at_1), tl.where(index == 2, at_2, at_3))
 
 
@@ -800,6 +800,7 @@ def rank_rows(draft, level, x_scale, PLAN: tl.constexpr):
     factor = 1.0
     if not PLAN.head.fused_every_level:
         factor = norm_factor(ws.squares_out, level.mask, PLAN.grid.programs, PLAN.row)
+    factor = factor / x_scale
     nodes = Nodes(draft.num_active, level.num_nodes)
     scratch = ws.scratch + draft.first_list * PLAN.lm_head.tile.block_n
     rows = ProgramRows(
@@ -811,7 +812,7 @@ def rank_rows(draft, level, x_scale, PLAN: tl.constexpr):
     lists = lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), draft.first_list, PLAN.select)
     x_row = draft.row * PLAN.head.hidden
     x_ptr = ws.x + PLAN.operands.head
-    stream_topk(x_ptr, factor / x_scale, x_row, level.mask, nodes, rows, scratch, lists, PLAN.select, PLAN.lm_head)
+    stream_topk(x_ptr, factor, x_row, level.mask, nodes, rows, scratch, lists, PLAN.select, PLAN.lm_head)
 
 
 @triton.jit
