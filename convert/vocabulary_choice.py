@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.ranking import check_floors, rank_by_order, rank_voc
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact.manifest import Manifest
 from .heads.draft_head import DraftHead
@@ -45,14 +45,11 @@ class VocabRequest:
     """Source of a ranking: at most one of the first four.
 
     Attributes:
-        counts: files or counts to merge.
         token_map: file with ids in rank order, or a vocabulary.
-        corpus: text to count now.
         order: "ids" for the order of the ids, without any corpus.
         weights: share of each source by name.
         floors: share of a source's held-out tokens that every size must cover, by name.
         force_added: "all" forces every added token.
-        force_ids: further ids to force.
     """
 
     counts: tuple[TokenCounts | str | Path, ...] = ()
@@ -108,8 +105,8 @@ class Ranking:
             # These counts hold nothing out: find the size with the counts that do.
             sized = self._cut(self.measured[0], None, coverage)
             vocab = self._cut(self.counts, len(sized), None)
-            found = {"size_from_coverage": sized.provenance["size_from_coverage"]}
-            return replace(vocab, provenance={**vocab.provenance, **found})
+            found = sized.provenance["size_from_coverage"]
+            return replace(vocab, provenance={**vocab.provenance, "size_from_coverage": found})
         # Floors are measured on what the ranking did not see.
         seen = self.counts if self.measured is None or not self.request.floors else self.measured[0]
         vocab = self._cut(seen, size, coverage)
@@ -229,9 +226,9 @@ def _ranks_within(manifest: Manifest, target_vocab: int) -> DraftVocab:
     """Return the ranks of an artifact but for ids that its target lacks: it may have been made without the target."""
     ranks = manifest.ranks
     assert ranks is not None
-    is_there, forced, provenance = ranks.target_ids < target_vocab, ranks.num_forced, dict(ranks.provenance)
+    is_there, forced, provenance = ranks.target_ids < target_vocab, ranks.num_forced, ranks.provenance.copy()
     if ranks.counted_ids is not None:
-        provenance[COUNTED_IDS] = int((ranks.counted_ids < target_vocab).sum())
+        provenance["counted_ids"] = int((ranks.counted_ids < target_vocab).sum())
     return DraftVocab(ranks.target_ids[is_there], int(is_there[:forced].sum()), target_vocab, provenance)
 
 

@@ -44,6 +44,8 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # Marks of thoughts and the like, between which a template may show a part of a content.
 _TAG = re.compile(r"<[^\s<>]{1,24}>|\[/?[A-Z_]{1,16}\]")
 
+_AS_JSON = re.compile(r"""["']type["']: *["'](text|thinking)["']""")
+
 Span = tuple[int, int]
 
 
@@ -81,7 +83,8 @@ def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
         tuple(token.content for token_id, token in added.items() if token_id in ids and token.content)
         for ids in (tokenizer.special_ids | eos_ids, eos_ids)
     )
-    return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), ends, eos)
+    variables = {**tokenizer.special_tokens, **tokenizer.chat_template_kwargs}
+    return ChatSpec(template, variables, tuple(borders), ends, eos)
 
 
 class ChatTemplate:
@@ -133,6 +136,8 @@ class ChatTemplate:
             raise ChatError(f"the chat template refuses this conversation: {error}") from error
         except RecursionError as error:
             raise ChatError("the chat template calls itself without an end") from error
+        if _AS_JSON.search(text) and any(isinstance(message["content"], list) for message in messages):
+            raise ChatError("the chat template writes parts of a content down as JSON")
         if not self.has_marks:
             return text, []
         shown, spans = "", list[Span]()
@@ -167,14 +172,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What surrounds the words of an assistant's turn, learned from a chat of invented words.
+    """Surroundings of the words of an assistant's turn, learned from a chat of invented words.
 
     Attributes:
+        closing: what stands behind the words of a user.
         openings: what begins a turn, the generation prompt first; without one, the header that the history has.
         only_last: what stands behind the end of the last turn alone.
         late_end: an end of text that only the message of a user brings.
     """
 
+    closing: str = ""
     openings: tuple[str, ...] = ()
     only_last: str = ""
     late_end: str = ""
@@ -298,10 +305,10 @@ class ChatRenderer:
             stop, _ = self._end_of_turn(between, 0, cut)
             if stop and tail.startswith(between[:stop]) and self._end.search(tail, stop):
                 only_last = tail[stop:]
-            elif (late := self._late_eos.match(between)) and not self._end_of_turn(tail, 0, len(tail))[1]:
+            elif between.startswith(tail.rstrip()) and (late := self._late_eos.match(between, len(tail.rstrip()))):
                 late_end = late.group()
         known = tuple(opening for opening in openings if opening.strip())
-        return _Layout(known, only_last, late_end)
+        return _Layout(asked.rpartition(_ASKED)[2], known, only_last, late_end)
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> tuple[int, bool]:
         """Return where the first end of text, or else the last special token ends, 0 without one; and which it is."""
@@ -313,14 +320,20 @@ class ChatRenderer:
         """Return where a turn begins in the rendering up to it; None where that is not certain."""
         layout = self._layout
         if text.startswith(before):
-            start = len(before)
+            behind = len(before)
             # A template may have no generation prompt, or none behind the result of a tool.
-            header = "" if before.endswith(layout.openings[:1]) else "".join(layout.openings[:1])
-            return start + len(header) if text.startswith(header, start) else start
-        behind = self._end_of_others(messages, position, text)
-        for opening in layout.openings:
-            if (found := text.find(opening, behind)) >= 0:
+            openings = () if before.endswith(layout.openings[:1]) else layout.openings
+        else:
+            behind, openings = self._end_of_others(messages, position, text), layout.openings
+        is_whole = text.startswith(before)
+        for opening in openings:
+            found = text.find(opening, behind)
+            if found >= 0 and not (is_whole and self._border.sub("", text[behind:found]).strip()):
                 return found + len(opening)
+        if is_whole:
+            return behind
+        if messages[position - 1]["role"] == "user" and text.startswith(layout.closing, behind):
+            return behind + len(layout.closing)
         start = self._common(before, text)
         return start if start >= behind else None
 

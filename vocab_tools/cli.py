@@ -24,7 +24,7 @@ from .count_cli import count, named_tokenizer, tokenizer_options
 from .errors import printable
 from .files import refuse_existing
 from .token_maps import LOADERS
-from .vocabulary import MOST_ROWS
+from .vocabulary import MAX_ROWS
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
@@ -50,7 +50,7 @@ _floor_option = click.option(
 )
 _target_vocab_option = click.option(
     "--target-vocab",
-    type=click.IntRange(1, MOST_ROWS),
+    type=click.IntRange(1, MAX_ROWS),
     metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
 )
@@ -123,7 +123,6 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .forced import forced_ids
     from .ranking import rank_vocabulary
-    from .vocabulary import FLOORS
 
     path = refuse_existing(out, force)
     tokenizer = named_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
@@ -141,9 +140,9 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     )
     ranked.save(path)
     warn(ranked.warnings)
-    found, held = ranked.provenance.get("size_from_coverage"), ranked.provenance.get(FLOORS)
+    found, floors = ranked.provenance.get("size_from_coverage"), ranked.provenance.get("floors")
     if as_json:
-        account = {key: ranked.provenance[key] for key in ("size_from_coverage", FLOORS) if key in ranked.provenance}
+        account = {key: value for key, value in (("size_from_coverage", found), ("floors", floors)) if value}
         emit_json({"out": str(path), **_summary(ranked), "warnings": list(ranked.warnings), **account})
         return
     if found is not None:
@@ -151,7 +150,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
             f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
         )
-    for floor in () if held is None else held["held"]:
+    for floor in floors["held"] if floors else ():
         covered = f"{floor['reached']:.2%} of the {floor['measured_on']} tokens covered"
         click.echo(f"{printable(floor['source'])}: {covered}, floor {floor['asked']:.2%}")
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
@@ -240,14 +239,13 @@ def import_command(
     With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
     """
     from .token_maps import import_token_map
-    from .vocabulary import TARGET_VOCAB_FROM
 
     path = refuse_existing(out, force)
     tokenizer = None if options["tokenizer"] is None else named_tokenizer(**options)
     read = import_token_map(token_map, target_vocab, d2t_form, tokenizer)
     read.save(path)
     warn(read.warnings)
-    if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
+    if target_vocab is None and read.is_size_inferred:
         warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
         account = {"form": read.provenance.get("form"), "warnings": list(read.warnings)}
@@ -288,19 +286,19 @@ def export(
     """Write VOCAB as an engine's loader reads it, and print limits that the loader does not report."""
     from .target import read_target
     from .token_maps import export_token_map
-    from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, lost_floors, uncounted_warning
+    from .vocabulary import doubts_of_rank, lost_floors, uncounted_warning
 
     path = refuse_existing(out, force)
     facts = None if target is None else read_target(target, offline)
     held = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
     if size is not None:
-        if held.provenance.get("method") == "token map":
+        if held.is_token_map:
             warn(doubts_of_rank(held.target_ids, size))
         warn(lost_floors(held, size))
         held = held.prefix(size)
         warn(uncounted_warning(held))
     told = export_token_map(held, path, loader, facts)
-    if TARGET_VOCAB_FROM in held.provenance and loader == "head":
+    if held.is_size_inferred and loader == "head":
         doubt = "but the target's LM head may have more (padding rows); give its vocab_size with --target-vocab"
         told.append(f"t2d has {held.target_vocab} entries, {doubt}")
     for line in told:
@@ -335,7 +333,7 @@ def _import(path: str, target_vocab: int | None) -> DraftVocab:
     from .token_maps import import_token_map
 
     read = import_token_map(path, target_vocab)
-    if read.provenance.get("method") == "token map":
+    if read.is_token_map:
         warn(read.warnings)
     return read
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
+_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 SOURCE_HELP = """\b
 A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, each also .gz, .zst or .bz2,
 and .parquet):
@@ -58,6 +60,12 @@ Example:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @tokenizer_options
 @click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template.")
+@click.option(
+    "--chat-template-kwargs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
 @click.option(
     "--held-out",
@@ -99,6 +107,7 @@ def count(
     tokenizer_revision: str | None,
     offline: bool,
     chat_template: str | None,
+    chat_template_kwargs: tuple[str, ...],
     out: str,
     force: bool,
     as_json: bool,
@@ -111,8 +120,10 @@ def count(
 
     path, corpus = refuse_existing(out, force), [parse_source(source) for source in sources]
     loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
-    template = None if chat_template is None else read_text(chat_template, UsageError)
-    counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)
+    if chat_template is not None or chat_template_kwargs:
+        template = None if chat_template is None else read_text(chat_template, UsageError)
+        loaded = loaded.with_chat_template(template, _template_kwargs(chat_template_kwargs))
+    counts = count_tokens(corpus, loaded, notify=note, **options)
     counts.save(path)
     if as_json:
         emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
@@ -125,6 +136,27 @@ def count(
         others = "".join(f"; {what}: {number:,}" for what, number in apart.items() if number)
         click.echo(f"{printable(source.name)}: {counted}; {kept}{others}")
     click.echo(f"wrote {path}")
+
+
+def _template_kwargs(values: tuple[str, ...]) -> dict[str, Any]:
+    """Read variables of a template: JSON values, words such as True, or text; raises UsageError."""
+    kwargs: dict[str, Any] = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        is_object = value.lstrip().startswith("{")
+        parsed = _json(value) if is_object else {key: _json(_WORDS.get(text.lower(), text), text)} if equals else None
+        if not parsed or not all(parsed):
+            expected = 'expected KEY=VALUE, or a JSON object as in {"enable_thinking": true}'
+            raise UsageError(f"--chat-template-kwargs {value!r}: {expected}.")
+        kwargs |= parsed
+    return kwargs
+
+
+def _json(text: str, otherwise: Any = None) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
 
 
 count.help = f"{inspect.cleandoc(count.help or '')}\n\n{SOURCE_HELP}"

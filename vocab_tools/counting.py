@@ -41,7 +41,6 @@ def count_tokens(
     workers: int | None = None,
     run_on: Literal["local", "ray"] = "local",
     tokenizer_library: TokenizerLibrary | Literal["auto"] = "auto",
-    chat_template: str | None = None,
     seed: int = 0,
     held_out: float = HELD_OUT_SHARE,
     on_error: Literal["stop", "skip"] = "stop",
@@ -50,7 +49,7 @@ def count_tokens(
 ) -> TokenCounts:
     """Count the tokens of a corpus.
 
-    The result depends on the sources, the tokenizer, `chat_template`, `seed`, `held_out` and `on_error` alone.
+    The result depends on the sources, the tokenizer, `seed`, `held_out` and `on_error` alone.
 
     Args:
         workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
@@ -58,7 +57,6 @@ def count_tokens(
         run_on: "local", or "ray" for a Ray cluster.
         tokenizer_library: "auto" takes `fastokens` where it is installed and gives the ids of `tokenizers` on a probe
             of the corpus.
-        chat_template: Jinja source in place of the tokenizer's own template.
         seed: decides what is sampled and held out.
         held_out: share of each source's documents that is held out, by a hash of their text.
         on_error: what a record that cannot be read does: "stop", or "skip" it.
@@ -75,8 +73,6 @@ def count_tokens(
     say = notify or (lambda message: None)
     if not 0 <= held_out < 1:
         raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
-    if chat_template is not None:
-        tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
     if not sources:
         raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
     if len({source.name for source in sources}) < len(sources):
@@ -84,8 +80,8 @@ def count_tokens(
         raise UsageError(f"Source names must be unique; found {names}. Give each a name of its own, as in chat=...")
     opened = [open_source(source) for source in sources]
     has_chat = any(source.kind == "chat" for source in opened)
-    if chat_template is not None and not has_chat:
-        raise UsageError("--chat-template was given, but no source holds chats.")
+    if tokenizer.is_template_given and not has_chat:
+        raise UsageError("--chat-template or --chat-template-kwargs was given, but no source holds chats.")
     encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
     chat = chat_spec(tokenizer) if has_chat else None
     read = tuple(replace(source, files=(), table=None) for source in opened)
@@ -115,7 +111,7 @@ def count_tokens(
     with bar, place as count:
         for at, source in enumerate(opened):
             total, last = _count_source(at, source, plan, count, moved, say)
-            counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
+            counted.append(_source_counts(source, total, last, plan, tokenizer))
             apart += total.apart
             if held_out and counted[-1].held_out is None:
                 say(
@@ -183,9 +179,9 @@ def _count_source(
 
 
 def _source_counts(
-    opened: OpenSource, total: Tally, limited_in: int | None, plan: CountPlan, template_hash: str | None
+    opened: OpenSource, total: Tally, limited_in: int | None, plan: CountPlan, tokenizer: LoadedTokenizer
 ) -> SourceCounts:
-    source, is_chat = opened.source, opened.kind == "chat"
+    source, is_chat, kwargs = opened.source, opened.kind == "chat", tokenizer.chat_template_kwargs
     held_out = HeldOut.of_documents(total.held_out) if total.held_out else None
     read = opened.files if limited_in is None else opened.files[: limited_in + 1]
     files = sorted(read, key=lambda file: file.name)
@@ -194,7 +190,8 @@ def _source_counts(
         **({"files": [{"name": file.name, "bytes": file.size} for file in files]} if files else {}),
         "text": source.roles if is_chat else "all",
         "chat": is_chat,
-        "chat_template_hash": template_hash if is_chat else None,
+        "chat_template_hash": tokenizer.chat_template_hash if is_chat else None,
+        **({"chat_template_kwargs": dict(kwargs)} if is_chat and kwargs else {}),
         "documents": total.documents - len(total.held_out),
         "tokens": int(total.counts.sum()),
         "empty_documents": total.empty,

@@ -241,7 +241,7 @@ class TokenCounts:
 
 
 def is_counts_file(path: str | Path) -> bool:
-    """Whether an existing file is a safetensors file of token counts, whatever its name."""
+    """Report whether an existing file is a safetensors file of token counts, whatever its name."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -205,7 +205,6 @@ def measure_coverage(
         measured.append(_weighted_mean(measured))
     chosen = vocab.target_ids[vocab.num_forced : draft_vocab]
     counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
-    is_list = vocab.provenance.get("method") == "token map"
     return CoverageReport(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
@@ -214,7 +213,7 @@ def measure_coverage(
         uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
         warnings=(
             *_warnings(measured, at, draft_vocab),
-            *(doubts_of_rank(vocab.target_ids, grid[0]) if is_list else ()),
+            *(doubts_of_rank(vocab.target_ids, grid[0]) if vocab.is_token_map else ()),
         ),
     )
 

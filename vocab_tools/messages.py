@@ -24,9 +24,9 @@ _ROLES = {
 }
 # Under the key `role`, templates know these names themselves.
 _TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response")
-# The first three are those that templates read; datasets and APIs have the others.
-_REASONING = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts", "reasoning_text")
-_REASONING = (*_REASONING, "reasoning_details", "thinking_blocks")
+# Templates read the first names; datasets and APIs have the others, too.
+_TEMPLATE_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = (*_TEMPLATE_REASONING, "thought", "thoughts", "reasoning_text", "reasoning_details", "thinking_blocks")
 _ARGUMENTS = ("arguments", "input", "args", "parameters")
 _MEDIA = re.compile("image|audio|video|file|document")
 
@@ -225,7 +225,7 @@ def _formed(source: Message, as_text: bool, null: str | None, parts: str) -> Mes
     if isinstance(calls, list):
         message["tool_calls"] = [_formed_call(call, as_text) for call in calls]
     if reasoning is not None:
-        message.update(dict.fromkeys(_REASONING[:3], reasoning))
+        message.update(dict.fromkeys(_TEMPLATE_REASONING, reasoning))
     return message
 
 

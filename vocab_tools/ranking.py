@@ -24,11 +24,10 @@ from .floors import FloorProblem
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import (
-    COUNTED_IDS,
-    FLOORS,
     ROUND_TO,
-    TARGET_VOCAB_FROM,
     DraftVocab,
+    Floors,
+    Provenance,
     check_ids,
     doubts_of_rank,
     lost_floors,
@@ -80,16 +79,17 @@ def rank_vocabulary(
     if floors and size is None:
         raise UsageError("--floor needs a size (--size, --draft-vocab), whose ids are chosen to hold it.")
     check_floors(floors or {}, [source.name for source in counts.sources])
-    provenance: dict[str, Any] = {"method": "counts", "sources": counts.account(weights)}
+    provenance: Provenance = {"method": "counts", "sources": counts.account(weights)}
     if target_vocab is None:
-        target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
+        target_vocab, provenance["target_vocab_from"] = counts.vocab_size, "counts"
     warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
     beyond = sum(int(source.counts[target_vocab:].sum()) for source in counts.sources)
     if beyond:
         warnings.append(
             f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
         )
-    pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, warnings)
+    pool, more = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced)
+    warnings += more
     score = np.pad(counts.weighted(weights), (0, max(target_vocab - counts.vocab_size, 0)))
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
@@ -102,16 +102,16 @@ def rank_vocabulary(
             optimistic.append("the size for --coverage was found")
     if floors and size is not None:
         pool.check_size(size)
-        order, provenance[FLOORS] = _hold_floors(counts, floors, score, order, size, pool)
-        on_counted = [entry["source"] for entry in provenance[FLOORS]["held"] if entry["measured_on"] == "counted"]
+        order, provenance["floors"], more = _hold_floors(counts, floors, score, order, size, pool)
+        warnings += more
+        on_counted = [entry["source"] for entry in provenance["floors"]["held"] if entry["measured_on"] == "counted"]
         optimistic.extend(f"the floor of {name} was measured" for name in on_counted)
     advice = "because nothing was held out: other text will be covered less. Count with a held-out part"
     warnings.extend(f"{what} on the counted text itself, {advice}" for what in optimistic)
-    provenance[COUNTED_IDS] = int((score[order[len(pool.forced) : size]] > 0).sum())
-    vocab = pool.cut(order, size, provenance)
+    provenance["counted_ids"] = int((score[order[len(pool.forced) : size]] > 0).sum())
+    vocab = pool.cut(order, size, provenance, warnings)
     # All ids together are ranked to be cut later: only a size that was asked for is warned about.
-    warnings.extend(uncounted_warning(vocab) if size is not None else ())
-    return vocab
+    return vocab if size is None else vocab.with_warnings(uncounted_warning(vocab))
 
 
 def rank_by_order(
@@ -141,33 +141,34 @@ def rank_by_order(
         VocabularyError: ids of the order break a rule.
         TokenizerError: the order, or the candidates, are a vocabulary that was made with another tokenizer.
     """
-    found, warnings, counted = dict[str, Any](), list[str](), None
+    found, warnings, counted = Provenance(), list[str](), None
     if target_vocab is None:
         if tokenizer is None:
             raise UsageError("Ranking by order needs --tokenizer or the size of the target's vocabulary.")
-        target_vocab, found[TARGET_VOCAB_FROM] = tokenizer.vocab_size, "tokenizer"
+        target_vocab, found["target_vocab_from"] = tokenizer.vocab_size, "tokenizer"
     if tokenizer is not None:
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
     if isinstance(order, DraftVocab):
         _check_made_with(order, tokenizer, "the vocabulary")
         # What an import with a tokenizer told is looked for again here, and forced ids are added.
         is_looked_for = tokenizer is not None and "tokenizer_hash" in order.provenance
-        warnings += order.warnings if order.provenance.get("method") == "token map" and not is_looked_for else ()
+        warnings += order.warnings if order.is_token_map and not is_looked_for else ()
         warnings.extend(lost_floors(order, len(order) if size is None else size))
         counted = order.counted_ids
         order = order.target_ids
-    pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)
+    pool, more = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced)
+    warnings += more
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
         found["method"] = "ids"
     else:
-        ranked, size = _follow(order, size, pool, warnings)
+        ranked, size, more = _ranked_as_given(order, size, pool, warnings)
+        warnings += more
         found["method"] = "token map"
     if counted is not None:
-        found[COUNTED_IDS] = int(np.isin(ranked[len(pool.forced) : size], counted).sum())
-    vocab = pool.cut(ranked, size, {**found, **(provenance or {})})
-    warnings.extend(uncounted_warning(vocab))
-    return vocab
+        found["counted_ids"] = int(np.isin(ranked[len(pool.forced) : size], counted).sum())
+    vocab = pool.cut(ranked, size, {**found, **(provenance or {})}, warnings)  # type: ignore[typeddict-item]
+    return vocab.with_warnings(uncounted_warning(vocab))
 
 
 def check_share(option: str, share: float) -> None:
@@ -195,15 +196,13 @@ class _Pool:
         target_vocab: rows of the target's LM head.
         trained: number of ids the head was trained on, None for a head without a map.
         account: for the provenance.
-        warnings: for the user; more are added on the way.
     """
 
     ids: NDArray[np.int64]
     forced: NDArray[np.int64]
     target_vocab: int
     trained: int | None
-    account: dict[str, Any]
-    warnings: list[str]
+    account: Provenance
 
     @classmethod
     def of(
@@ -213,9 +212,8 @@ class _Pool:
         target_vocab: int,
         candidates: ArrayLike | DraftVocab | None,
         forced: ForcedIds | Sequence[int] | None,
-        warnings: list[str],
-    ) -> _Pool:
-        """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
+    ) -> tuple[_Pool, list[str]]:
+        """Intersect the tokenizer's ids, the target's rows and the head's trained ids; return also warnings."""
         if target_vocab < 1:
             raise UsageError(f"--target-vocab {target_vocab}: expected the number of rows of the target's LM head.")
         ids = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
@@ -223,6 +221,7 @@ class _Pool:
         if forced is None:
             forced = () if tokenizer is None else forced_ids(tokenizer)
         reasons: Mapping[int, str] = {}
+        warnings: list[str] = []
         if isinstance(forced, ForcedIds):
             reasons, wanted = forced.reasons, forced.ids
             warnings.extend(forced.warnings)
@@ -235,7 +234,7 @@ class _Pool:
                 raise UsageError(f"--force-id {wanted[~is_real][0]} is {outside}.")
             warnings.append(f"forced ids {outside} are left out: {some_ids(wanted[~is_real])}")
             wanted = wanted[is_real]
-        trained, account = None, {}
+        trained, account = None, Provenance()
         if candidates is not None:
             if isinstance(candidates, DraftVocab):
                 _check_made_with(candidates, tokenizer, "the candidates")
@@ -250,7 +249,7 @@ class _Pool:
             wanted = wanted[np.isin(wanted, ids)]
             account = {"trained_ids": trained, "forced_but_untrained": untrained.tolist()}
         account = {"forced": {str(i): reasons.get(i, "by request") for i in wanted.tolist()}, **account}
-        return cls(ids, wanted, target_vocab, trained, account, warnings)
+        return cls(ids, wanted, target_vocab, trained, account), warnings
 
     def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return all ids of the pool: forced first, then by score descending, ties by id."""
@@ -264,16 +263,18 @@ class _Pool:
         """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
         return len(self.ids) if self.trained is not None else len(self.ids) - 1
 
-    def cut(self, order: NDArray[np.int64], size: int | None, provenance: dict[str, Any]) -> DraftVocab:
-        """Take the first N of an order as a vocabulary with its provenance."""
+    def cut(
+        self, order: NDArray[np.int64], size: int | None, provenance: Provenance, warnings: Sequence[str]
+    ) -> DraftVocab:
+        """Take the first N of an order as a vocabulary with its provenance, and with a warning of a size to pad."""
         if size is None:
             size = len(order)
         else:
             self.check_size(size)
         # A size that was found for a coverage is a multiple, or as large as it can be.
-        if size < len(self.ids) and "size_from_coverage" not in provenance:
-            self.warnings.extend(padding_warning(size))
-        account = {**provenance, **self.account, "warnings": self.warnings}
+        is_odd = size < len(self.ids) and "size_from_coverage" not in provenance
+        told = [*warnings, *(padding_warning(size) if is_odd else ())]
+        account: Provenance = {**provenance, **self.account, "warnings": told}
         return DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
 
     def check_size(self, size: int) -> None:
@@ -325,8 +326,8 @@ def _hold_floors(
     order: NDArray[np.int64],
     size: int,
     pool: _Pool,
-) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Return an order whose first `size` ids hold the floors, and the account of it.
+) -> tuple[NDArray[np.int64], Floors, list[str]]:
+    """Return an order whose first `size` ids hold the floors, the account of it, and warnings.
 
     Where the first `size` ids of the order hold them already, it stays as it is.
     """
@@ -345,32 +346,37 @@ def _hold_floors(
         measured=(measured / measured.sum(axis=1, keepdims=True))[:, pool.ids],
         floors=np.array(list(floors.values())),
     )
-    chosen, bound = np.isin(pool.ids, order[:size]), None
+    chosen, bound, warnings = np.isin(pool.ids, order[:size]), None, []
     if not problem.holds(chosen):
-        found = problem.choose(size)
+        found = problem.choose(size) or problem.search(size)
         if found is None:
             without = zip(floors.items(), problem.reached(chosen), strict=True)
             falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
-            enough = _size_for_floors(problem, np.searchsorted(pool.ids, order), size, pool.largest_size)
-            advice = f"{enough} would do" if enough else f"no size does, up to {pool.largest_size}: ask for less"
+            cannot = f"{size} ids cannot hold" if problem.is_impossible(size) else f"no {size} ids were found that hold"
+            enough, largest = _size_for_floors(problem, np.searchsorted(pool.ids, order), size, pool), pool.largest_size
+            none = "no size does" if enough is None and problem.is_impossible(largest) else "none was found of any size"
+            advice = f"{enough} would do" if enough else f"{none}, up to {largest}: ask for less"
             raise UsageError(
-                f"--floor: {size} ids cannot hold all of these floors; {advice}. Ranked without floors, {size} cover "
-                f"{falls}."
+                f"--floor: {cannot} all of these floors; {advice}. Ranked without floors, {size} cover {falls}."
             )
         chosen, bound = found
+        if bound is None and "held-out" in parts:
+            warnings.append("only ids chosen by the held-out text itself hold the floors: other text is covered less")
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
     held = [
         {"source": name, "asked": floor, "reached": reached, "measured_on": part}
         for (name, floor), reached, part in zip(floors.items(), problem.reached(chosen).tolist(), parts, strict=True)
     ]
-    return order, {"size": size, "held": held, "weighted": float(problem.score[chosen].sum()), "weighted_bound": bound}
+    weighted = float(problem.score[chosen].sum())
+    return order, {"size": size, "held": held, "weighted": weighted, "weighted_bound": bound}, warnings
 
 
-def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, largest: int) -> int | None:
+def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, pool: _Pool) -> int | None:
     """Return a size near the smallest that holds floors which `size` ids do not; None where not even the largest does.
 
     `order`: places of the ids as they rank without floors, of which a longer beginning may hold them.
     """
+    largest = pool.largest_size
     held = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
     enough = round_up(int(held.argmax()) + 1) if held.any() else largest + 1
     if enough > largest and problem.choose(largest) is None:
@@ -386,10 +392,14 @@ def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int,
     return enough
 
 
-def _follow(
-    order: ArrayLike, size: int | None, pool: _Pool, warnings: list[str]
-) -> tuple[NDArray[np.int64], int | None]:
-    """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
+def _ranked_as_given(
+    order: ArrayLike, size: int | None, pool: _Pool, known: Sequence[str]
+) -> tuple[NDArray[np.int64], int, list[str]]:
+    """Return the pool's ids in a given order, forced ones first, the size (that of the order by default), and warnings.
+
+    The warnings that are `known` stand in the message where too few ids can be used.
+    """
+    warnings: list[str] = []
     order = check_ids(order, pool.target_vocab, "token map")
     usable = order[np.isin(order, pool.ids)]
     # Those behind the size asked for would not be taken anyway.
@@ -409,13 +419,14 @@ def _follow(
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
         pool.check_size(size)
-        why = f" ({'; '.join(warnings)})" if warnings else ""
+        told = [*known, *warnings]
+        why = f" ({'; '.join(told)})" if told else ""
         raise UsageError(
             f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}."
         )
     elif size < len(usable):
         warnings.extend(doubts_of_rank(order, size))
-    return ranked, size
+    return ranked, size, warnings
 
 
 def _check_made_with(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, where: str) -> None:

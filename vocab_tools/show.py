@@ -11,7 +11,7 @@ from .counts import TokenCounts
 from .coverage import aligned
 from .errors import TokenizerError, printable
 from .tokenizer import LoadedTokenizer, check_tokenizer
-from .vocabulary import TARGET_VOCAB_FROM, DraftVocab
+from .vocabulary import DraftVocab
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def show_vocabulary(
     with another tokenizer, and for ids that belong to no token.
     """
     check_tokenizer(tokenizer, vocab.provenance.get("tokenizer_hash"), "the vocabulary")
-    if TARGET_VOCAB_FROM in vocab.provenance and vocab.target_vocab < tokenizer.vocab_size:
+    if vocab.is_size_inferred and vocab.target_vocab < tokenizer.vocab_size:
         vocab = vocab.for_target(tokenizer.vocab_size)
     real = tokenizer.real_ids[tokenizer.real_ids < vocab.target_vocab]
     strange = np.setdiff1d(vocab.target_ids, real)

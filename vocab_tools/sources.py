@@ -165,7 +165,7 @@ class SourceFile:
 
 
 def looks_local(location: str) -> bool:
-    """Whether a location is a path or a glob rather than the id of a Hub dataset."""
+    """Report whether a location is a path or a glob rather than the id of a Hub dataset."""
     if location.startswith((".", "/", "~")) or glob.has_magic(location):
         return True
     return _format_of(location) != "" or expand_home(location).exists()
@@ -274,7 +274,7 @@ class OpenSource:
             yield from rows_blocks(stream.with_format("arrow").iter(BATCH_ROWS), self.column, shard, where)
 
     def is_plain(self, shard: int) -> bool:
-        """Whether the blocks of a shard are byte ranges of a local file, and hold no data."""
+        """Report whether the blocks of a shard are byte ranges of a local file, and hold no data."""
         return not self.is_remote and self.files[shard].path.lower().endswith((".jsonl", ".ndjson", ".txt"))
 
 

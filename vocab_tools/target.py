@@ -1,4 +1,4 @@
-"""What a target's configuration says: rows of its LM head, tied to the embedding or not, and ids that end a text."""
+"""A target's configuration: rows of its LM head, tied to the embedding or not, and ids that end a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import SourceError
 from .files import expand_home, read_object
-from .hub import find_snapshot
+from .hub import find_folder
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -27,7 +27,7 @@ def read_target(source: str, offline: bool = False) -> TargetConfig:
     """Read config.json and generation_config.json of a target in a folder or on the Hub; raises SourceError."""
     folder = expand_home(source)
     if not folder.is_dir():
-        folder = find_snapshot(source, None, offline, lambda names, _: sorted({*names} & {_CONFIG, _GENERATION})).folder
+        folder, _ = find_folder(source, None, offline, lambda names, _: sorted({*names} & {_CONFIG, _GENERATION}))
     config = read_object(folder / _CONFIG, SourceError)
     generation = read_object(folder / _GENERATION, SourceError) if (folder / _GENERATION).is_file() else {}
     eos_ids: set[int] = set()
@@ -39,7 +39,7 @@ def read_target(source: str, offline: bool = False) -> TargetConfig:
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
-    """Whether a config.json ties the LM head to the input embedding; None where it does not say.
+    """Report whether a config.json ties the LM head to the input embedding; None where it does not say.
 
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """

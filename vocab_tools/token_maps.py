@@ -35,9 +35,10 @@ from .forced import forced_ids
 from .target import TargetConfig
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import (
-    TARGET_VOCAB_FROM,
     DraftVocab,
+    Provenance,
     check_ids,
+    checked_provenance,
     doubts_of_order,
     is_native,
     padding_warning,
@@ -186,7 +187,7 @@ def import_token_map(
         if isinstance(source, DraftVocab):
             read = source if target_vocab is None else source.for_target(target_vocab)
         else:
-            provenance = {"method": "token map", "file": path.name}
+            provenance: Provenance = {"method": "token map", "file": path.name}
             if "d2t" not in source:
                 read = _from_ids(whole_numbers(source["ids"], "ids"), target_vocab, provenance)
             else:
@@ -214,14 +215,14 @@ def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
             f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
             f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
         )
-    account = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
-    if TARGET_VOCAB_FROM in account and tokenizer.vocab_size > vocab.target_vocab:
-        account[TARGET_VOCAB_FROM] = "tokenizer"
+    account: Provenance = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
+    if vocab.is_size_inferred and tokenizer.vocab_size > vocab.target_vocab:
+        account["target_vocab_from"] = "tokenizer"
         return replace(vocab, provenance=account, target_vocab=tokenizer.vocab_size)
     return replace(vocab, provenance=account)
 
 
-def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
+def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: Provenance) -> DraftVocab:
     named = re.fullmatch(r"freq_(\d+)", Path(provenance["file"]).stem)
     found = []
     if named and int(named[1]) != len(ids):
@@ -233,7 +234,7 @@ def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict
     provenance["warnings"] = [*found, *repeated, *doubts_of_order(ids)]
     if target_vocab is None:
         target_vocab = int(ids.max(initial=0)) + 1
-        provenance[TARGET_VOCAB_FROM] = "largest id"
+        provenance["target_vocab_from"] = "largest id"
     form = "ids, ascending" if ascends else "ids in rank order"
     return DraftVocab(ids, 0, target_vocab, {**provenance, "form": form})
 
@@ -255,7 +256,7 @@ def _from_d2t(
     t2d: ArrayLike | None,
     target_vocab: int | None,
     form: D2TForm | None,
-    provenance: dict[str, Any],
+    provenance: Provenance,
 ) -> DraftVocab:
     if target_vocab is None and t2d is not None:
         target_vocab = len(np.asarray(t2d))
@@ -263,7 +264,7 @@ def _from_d2t(
         # Large enough for either form; the real range is not known, so only duplicates can be found.
         ids = ids_from_d2t(rows, None, form, target_vocab=int(rows.max(initial=0)) + len(rows) + 1)
         target_vocab = int(ids.max()) + 1
-        provenance[TARGET_VOCAB_FROM] = "largest id"
+        provenance["target_vocab_from"] = "largest id"
     else:
         ids = ids_from_d2t(rows, t2d, form, target_vocab=target_vocab)
     ascending = bool(np.all(np.diff(ids) > 0))
@@ -348,7 +349,7 @@ def _read_artifact(path: Path) -> DraftVocab:
         raise VocabularyError(f"{where}: vocabulary: expected an object, found {type(provenance).__name__}.")
     with errors_of(where):
         ids = whole_numbers(manifest["rank_order_ids"], "rank_order_ids")
-        return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
+        return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], checked_provenance(provenance))
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:

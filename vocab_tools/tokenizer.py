@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SourceError, TokenizerError
+from .errors import SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
-from .hub import find_snapshot
+from .hub import find_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -74,6 +74,8 @@ class LoadedTokenizer:
         chat_templates: Jinja sources by name; the usual single one is called "default".
         special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
         generation_config: generation_config.json, completed by the token ids that config.json names.
+        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
+        is_template_given: whether `with_chat_template` changed the template or its variables.
     """
 
     backend: Tokenizer
@@ -82,6 +84,20 @@ class LoadedTokenizer:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_template_given: bool = False
+
+    def with_chat_template(
+        self, template: str | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> LoadedTokenizer:
+        """Return this tokenizer with a Jinja source in place of its chat templates, and variables for the template.
+
+        Raises UsageError for a variable that rendering itself sets.
+        """
+        if reserved := {"messages", "add_generation_prompt"} & (kwargs or {}).keys():
+            raise UsageError(f"--chat-template-kwargs: {reserved.pop()} is set by each rendering. Leave it out.")
+        templates = self.chat_templates if template is None else {"default": template}
+        return replace(self, chat_templates=templates, chat_template_kwargs=kwargs or {}, is_template_given=True)
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -205,10 +221,10 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
         raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}")
     try:
-        snapshot = find_snapshot(str(source), revision, offline, _wanted)
+        folder, commit = find_folder(str(source), revision, offline, _wanted)
     except SourceError as error:
         raise TokenizerError(str(error)) from error
-    return _load(str(source), snapshot.folder / _TOKENIZER, snapshot.folder, snapshot.commit)
+    return _load(str(source), folder / _TOKENIZER, folder, commit)
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,28 +12,64 @@ from numpy.typing import ArrayLike, NDArray
 from .errors import UsageError, VocabularyError, errors_of
 from .files import json_bytes, read_json, write_file
 
-TARGET_VOCAB_FROM = "target_vocab_from"
-"""Provenance key, there if the size of the target's vocabulary was not given: what it was taken from."""
-
-COUNTED_IDS = "counted_ids"
-"""Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
-
-FLOORS = "floors"
-"""Provenance key of a ranking with floors: the size that holds them, and what it covers."""
-
 ROUND_TO = 64
 """Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
 
-MOST_PADDING = 2048
+MAX_PADDING = 2048
 """Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
 
 # No vocabulary has more: a list that reaches further holds something else.
-MOST_ROWS = 1 << 24
+MAX_ROWS = 1 << 24
 _MAX_UNCOUNTED_SHARE = 0.01
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
 # This many ids in order of frequency never ascend by chance.
 _LONG = 8
+
+
+class Floors(TypedDict):
+    """Floors that the first `size` ids hold: of each source, the share asked for and reached, and on which text.
+
+    `weighted` is the share of the weighted counted text that these ids cover; no ids that hold the floors on the
+    counted text cover more than `weighted_bound` of it (None: ranked without regard to floors, they hold anyway).
+    """
+
+    size: int
+    held: list[dict[str, Any]]
+    weighted: float
+    weighted_bound: float | None
+
+
+class Provenance(TypedDict, total=False):
+    """Account of how ids were chosen, in JSON's types.
+
+    Attributes:
+        method: "counts", "token map" or "ids".
+        sources: of counts, name, weight, tokens and provenance of each.
+        target_vocab_from: source of the size of the target's vocabulary, where it was not given.
+        tokenizer_hash: of the tokenizer that the ids belong to.
+        size_from_coverage: share that a size was found for, and what it covers.
+        floors: floors that the ids hold.
+        counted_ids: number of ids that occur in the counted text, forced ones aside.
+        forced: reason of each forced id.
+        trained_ids, forced_but_untrained: of a head with a map, how many ids it has and which forced ids it lacks.
+        file, form: name and form of a token map.
+        warnings: for the user.
+    """
+
+    method: str
+    sources: list[dict[str, Any]]
+    target_vocab_from: str
+    tokenizer_hash: str
+    size_from_coverage: dict[str, Any]
+    floors: Floors
+    counted_ids: int
+    forced: dict[str, str]
+    trained_ids: int
+    forced_but_untrained: list[int]
+    file: str
+    form: str
+    warnings: list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +83,7 @@ class DraftVocab:
         target_ids: rank order, unique, int64 [draft_vocab].
         num_forced: how many of the first ids every prefix must keep.
         target_vocab: size of the target's vocabulary, padding included.
-        provenance: JSON-ready account of how the ids were chosen; "warnings" lists what the user should know.
+        provenance: JSON-ready account of how the ids were chosen.
         ranked: False when the order carries no rank (read from an ascending map): then no smaller prefix exists.
 
     Raises:
@@ -58,12 +93,12 @@ class DraftVocab:
     target_ids: NDArray[np.int64]
     num_forced: int
     target_vocab: int
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Provenance = field(default_factory=Provenance)
     ranked: bool = True
 
     def __post_init__(self) -> None:
-        if self.target_vocab > MOST_ROWS:
-            raise VocabularyError(f"draft vocabulary: expected ids below {MOST_ROWS}, found {self.target_vocab - 1}.")
+        if self.target_vocab > MAX_ROWS:
+            raise VocabularyError(f"draft vocabulary: expected ids below {MAX_ROWS}, found {self.target_vocab - 1}.")
         ids = check_ids(self.target_ids, self.target_vocab, "draft vocabulary")
         if not 0 <= self.num_forced <= len(ids):
             raise VocabularyError(f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.")
@@ -89,9 +124,19 @@ class DraftVocab:
         return tuple(self.provenance.get("warnings", ()))
 
     @property
+    def is_size_inferred(self) -> bool:
+        """Whether the size of the target's vocabulary was not given, but taken from something else."""
+        return "target_vocab_from" in self.provenance
+
+    @property
+    def is_token_map(self) -> bool:
+        """Whether the ids come from a list or a map of another tool."""
+        return self.provenance.get("method") == "token map"
+
+    @property
     def counted_ids(self) -> NDArray[np.int64] | None:
         """The ids that occur in the counted text, forced ids aside; None where that is not known."""
-        counted = self.provenance.get(COUNTED_IDS)
+        counted = self.provenance.get("counted_ids")
         return None if counted is None else self.target_ids[self.num_forced :][:counted]
 
     @property
@@ -121,14 +166,20 @@ class DraftVocab:
         stated must agree but for padding, since a configuration may count fewer rows than the LM head has; raises
         VocabularyError where it does not, and for an id out of range.
         """
-        if target_vocab == self.target_vocab and TARGET_VOCAB_FROM not in self.provenance:
+        if target_vocab == self.target_vocab and not self.is_size_inferred:
             return self
-        if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > MOST_PADDING:
+        if not self.is_size_inferred and abs(target_vocab - self.target_vocab) > MAX_PADDING:
             raise VocabularyError(
                 f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}."
             )
-        provenance = {key: value for key, value in self.provenance.items() if key != TARGET_VOCAB_FROM}
+        provenance = self.provenance.copy()
+        provenance.pop("target_vocab_from", None)
         return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
+
+    def with_warnings(self, warnings: list[str]) -> DraftVocab:
+        """Return the vocabulary with further warnings."""
+        provenance: Provenance = {**self.provenance, "warnings": [*self.warnings, *warnings]}
+        return replace(self, provenance=provenance) if warnings else self
 
     def save(self, path: str | Path) -> None:
         """Write the vocabulary as JSON, whole or not at all: a readable account, then all ids on one line."""
@@ -168,16 +219,22 @@ class DraftVocab:
             found = type(value.get(key))
             if found is not kind:
                 raise VocabularyError(f"{where}: {key}: expected {kind.__name__}, found {found.__name__}.")
-        for key, kind in {"warnings": list, "forced": dict, FLOORS: dict, COUNTED_IDS: int}.items():
-            if type(value["provenance"].get(key, kind())) is not kind:
-                raise VocabularyError(f"{where}: provenance: {key}: expected {kind.__name__}.")
         with errors_of(where):
+            provenance = checked_provenance(value["provenance"])
             ids = whole_numbers(value["target_ids"], "target_ids")
-            return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
+            return cls(ids, value["num_forced"], value["target_vocab"], provenance, value["ranked"])
+
+
+def checked_provenance(value: dict[str, Any]) -> Provenance:
+    """Return an account that was read from a file; VocabularyError where what is read of it has another type."""
+    for key, kind in {"warnings": list, "forced": dict, "floors": dict, "counted_ids": int}.items():
+        if type(value.get(key, kind())) is not kind:
+            raise VocabularyError(f"provenance: {key}: expected {kind.__name__}.")
+    return cast("Provenance", value)
 
 
 def is_native(value: Any) -> bool:
-    """Whether a JSON value says that it is in the format of `DraftVocab.save`."""
+    """Report whether a JSON value says that it is in the format of `DraftVocab.save`."""
     return isinstance(value, dict) and value.get("format") == _FORMAT
 
 
@@ -211,10 +268,10 @@ def uncounted_warning(vocab: DraftVocab) -> list[str]:
 
 def lost_floors(vocab: DraftVocab, size: int) -> list[str]:
     """Warn if fewer ids are taken than hold the floors of a ranking."""
-    held = vocab.provenance.get(FLOORS)
-    if held is None or size >= held["size"]:
+    floors = vocab.provenance.get("floors")
+    if floors is None or size >= floors["size"]:
         return []
-    return [f"the floors hold with {held['size']} ids, and {size} are taken: rank with --size {size} to hold them"]
+    return [f"the floors hold with {floors['size']} ids, and {size} are taken: rank with --size {size} to hold them"]
 
 
 def doubts_of_order(ids: NDArray[np.int64]) -> list[str]:

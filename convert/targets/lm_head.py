@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
+from eagle_slim.vocab_tools.vocabulary import MAX_PADDING
 from numpy.typing import NDArray
 
 from .. import names
@@ -24,11 +24,7 @@ from ..rows.files import LONG_NAMES, TensorInfo
 class LmHead:
     """The matrix that rows are gathered from: the head's own, or the target's.
 
-    Attributes:
-        checkpoint: holds at least this tensor.
-        name: of the tensor, [rows, hidden], as it is stored.
-        where: in words, for messages.
-        origin: whose it is.
+    `name` is that of the tensor, [rows, hidden], as it is stored; `where` is for messages.
     """
 
     checkpoint: Checkpoint
@@ -72,7 +68,7 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
     """Return a target's LM head under the target's name; MismatchError where its shape does not fit the head."""
     where = f"target {target}"
     rows, columns = lm_head.info.shape
-    if abs(rows - head.target_vocab) > MOST_PADDING or columns != head.hidden_size:
+    if abs(rows - head.target_vocab) > MAX_PADDING or columns != head.hidden_size:
         needed = f"the head {head.location} needs [{head.target_vocab}, {head.hidden_size}]"
         advice = "This is not the target that the head was trained for: give that one with --target."
         raise MismatchError.at(where, f"{lm_head.name} is [{rows}, {columns}], {needed}.\n{advice}")

@@ -68,6 +68,8 @@ class Fault:
     silent: the connection stays open without an answer, until the server closes.
     answer: these bytes, or this value as JSON, with status 200.
     status: this status and no content.
+
+    without: headers that answers about a file lack.
     """
 
     break_after: int | None = None
@@ -82,6 +84,7 @@ class Fault:
     silent: bool = False
     answer: Any = None
     status: int | None = None
+    without: tuple[str, ...] = ()
 
     @property
     def is_early(self) -> bool:
@@ -165,6 +168,9 @@ class HubServer:
         if found is not None and found.times is not None:
             found.times -= 1
         return found
+
+    def headers_without(self, name: str) -> tuple[str, ...]:
+        return next((fault.without for suffix, fault in self._faults if name.endswith(suffix)), ())
 
     def _add(
         self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
@@ -339,8 +345,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
         etag = f'"{digest_of(content)}"'
+        for header in self.hub.headers_without(name):
+            headers.pop(header, None)
+            etag = "" if header == "ETag" else etag
         if not name.endswith(_LFS_SUFFIXES):
-            self.content(name, content, headers | {"ETag": etag})
+            self.content(name, content, headers | ({"ETag": etag} if etag else {}))
             return
         target = f"{self.hub.cdn}/stored/{entry.kind}/{entry.id}/{oid}/{quote(name)}?signature=for-this-file-only"
         headers |= {"X-Linked-ETag": etag, "X-Linked-Size": str(len(content)), "Location": target}

@@ -188,14 +188,18 @@ def test_skipped_records_are_told_and_long_texts_cut(tmp_path: Path, monkeypatch
 
 def test_sources_that_do_not_fit(tmp_path: Path) -> None:
     source = CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", ["x"])))
-    for sources, arguments, words in (
-        ([], {}, "Nothing to count"),
-        ([source, source], {}, "found a, a"),
-        ([source], {"chat_template": "{{ messages }}"}, "no source holds chats"),
-        ([source], {"held_out": 1.0}, "--held-out"),
+    tokenizer = llama3_like()
+    for sources, loaded, held_out, words in (
+        ([], tokenizer, 0.0, "Nothing to count"),
+        ([source, source], tokenizer, 0.0, "found a, a"),
+        ([source], tokenizer.with_chat_template("{{ messages }}"), 0.0, "no source holds chats"),
+        ([source], tokenizer.with_chat_template(kwargs={"thinking": True}), 0.0, "no source holds chats"),
+        ([source], tokenizer, 1.0, "--held-out"),
     ):
         with pytest.raises(UsageError, match=words):
-            count_tokens(sources, llama3_like(), **arguments)  # type: ignore[arg-type]
+            count_tokens(sources, loaded, held_out=held_out)
+    with pytest.raises(UsageError, match="messages is set by each rendering"):
+        tokenizer.with_chat_template(kwargs={"messages": []})
 
 
 def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
