@@ -6,17 +6,18 @@ Before anything is timed, every row is made ready in a process of its own, all a
 Triton's cache. Then the variants of a row take turns: plain decoding, each fixed shape (`runtime.step.shapes`), and the
 choice by step, which begins each round with nothing learned. Rows, those that tell most first:
 
-* ``slots/N``: SmolLM2 and its head over 16,384 rows, N sequences at a time, all prompts of ``examples/*.jsonl``;
+* ``slots/N``: SmolLM2 and its head over 16,384 rows, N sequences at a time, all prompts;
 * ``text/ROWS/CATEGORY``: the same over ROWS rows, one sequence at a time, the first prompts of one category;
 * ``drawn/DIMS/LAW/N``: random weights of DIMS, 32,000 rows, N sequences; a child of rank r at level l is accepted with
   chance q_l * 0.2 ** r, of q = 0.75, 0.65, 0.6, 0.6, ... (falling), 0.3 or 0.1 at every level. All variants take the
   same draws;
+* ``change/ROWS/BEFORE/AFTER``: ten prompts of one category right after ten of another, so that all that is known is of
+  the other; one sequence at a time;
+* ``mixed/N``: as ``slots/N``, prompts of mathematics and German side by side;
 * ``unknown/N``: as ``slots/N`` on a GPU whose name no table has;
-* ``sampled/N``: as ``slots/N`` with temperature 0.7 and top-p 0.9;
-* ``first token``: seconds from loading the built-in model to its first and its second token, in a fresh process with
-  an empty cache of compiled kernels, and in another one with that cache full.
+* ``sampled/N``: as ``slots/N`` with temperature 0.7 and top-p 0.9.
 
-All rows but the last have tokens/s of every variant, by round and as medians over rounds, and the choice over plain
+All rows have tokens/s of every variant, by round and as medians over rounds, and the choice over plain
 and over the best of the rest; ``parts`` tells where the time of each round went (`parts_of`). Exit status 1 where the
 choice is under 0.98 of plain decoding, or under 0.97 of the best, and where ``--seconds`` ended the run before all rows
 were measured.
@@ -28,7 +29,6 @@ import gc
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,10 @@ from benchmarks.shared.decoding import RandomModel, fill, run_steps
 from benchmarks.shared.drawn_verdicts import DrawnVerdicts, draw_ranks
 from benchmarks.shared.timing import machine
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+PROMPTS = (Path(__file__).with_name("prompts.jsonl"), Path(__file__).parents[1] / "examples" / "prompts.jsonl")
+CHANGES = ("math/summaries", "chat/german", "german/code")
+"""Categories before and after a change of text."""
+CHANGE_PROMPTS = 10
 LAWS: Mapping[str, Callable[[int], float]] = {
     "falling": lambda level: (0.75, 0.65)[level] if level < 2 else 0.6,
     "0.3": lambda _: 0.3,
@@ -76,29 +79,6 @@ def name_of(shape: TreeConfig | None) -> str:
     return "plain" if shape is None else f"{shape.depth},{shape.top_k},{shape.total_tokens}"
 
 
-def first_tokens(device: torch.device) -> list[float]:
-    """Load the built-in model and ask it: seconds to the first and to the second token."""
-    started, tokens_s = time.perf_counter(), list[float]()
-
-    def note(*_: object) -> bool:
-        tokens_s.append(time.perf_counter() - started)
-        return False
-
-    model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device)
-    model.generate(model.encode_chat("Why is the sky blue?"), stopping_criteria=[note], max_new_tokens=8)
-    return tokens_s[:2]
-
-
-def measure_first_tokens(device: torch.device) -> dict[str, Any]:
-    """Run `first_tokens` in fresh processes: the first finds no compiled kernels, the second those of the first."""
-    row: dict[str, Any] = {"row": "first token", "is_good": True}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-        for cache in ("empty", "full"):
-            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
-                row[f"{cache}_cache_s"] = fresh.submit(first_tokens, device).result()
-    return row
-
-
 def all_rows() -> list[str]:
     """List the names of all rows, those first that tell most."""
     categories = sorted({prompt.category for prompt in read_prompts()}, key=lambda name: (name != "german", name))
@@ -110,13 +90,19 @@ def all_rows() -> list[str]:
         for law in LAWS
     ]
     slots = [f"{kind}/{count}" for kind in ("slots", "sampled") for count in (16, 4, 1)]
-    return [*slots[:3], *text[:3], *drawn[:9], *text[3:], "unknown/4", *slots[3:], *drawn[9:], "first token"]
+    change = [f"change/{rows}/{kinds}" for kinds in CHANGES for rows in ("full", 16384, 512)]
+    return [*slots[:3], *change, "mixed/16", *text[:3], *drawn[:9], *text[3:], "unknown/4", *slots[3:], *drawn[9:]]
 
 
 @cache
 def read_prompts() -> list[Prompt]:
-    """Read all prompts of the examples."""
-    return [prompt for path in sorted(EXAMPLES.glob("*.jsonl")) for prompt in load_prompts(path)]
+    """Read all prompts."""
+    return [prompt for path in PROMPTS for prompt in load_prompts(path)]
+
+
+def prompts_of(*categories: str) -> list[Prompt]:
+    """List the prompts of categories."""
+    return [prompt for prompt in read_prompts() if prompt.category in categories]
 
 
 class NotedChooser(ShapeChooser):
@@ -199,9 +185,14 @@ class TextVariants:
         return deepcopy((known.acceptance, known.costs))
 
     def measure(
-        self, prompts: Sequence[Prompt], new_tokens: int, rounds: int, seconds: float
+        self,
+        prompts: Sequence[Prompt],
+        new_tokens: int,
+        rounds: int,
+        seconds: float,
+        before: Sequence[Prompt] = (),
     ) -> dict[str, list[float]]:
-        """Answer prompts with every variant in turn: tokens/s by round."""
+        """Answer prompts with every variant in turn: tokens/s by round. The choice has learned from ``before``."""
         known, fresh = self.base._decoders, self._fresh
         asked = [self.base.encode_chat(each.turns[0]) for each in prompts]
         calls = [asked] if self.slots > 1 else [[prompt] for prompt in asked]
@@ -228,6 +219,8 @@ class TextVariants:
 
         def choosing(calls: Sequence[Any]) -> float:
             known.acceptance, known.costs = deepcopy(fresh)
+            for each in before:
+                self.base.generate(self.base.encode_chat(each.turns[0]), **options)
             return tokens_per_s("chosen", self.base, calls)
 
         variants: dict[str, Callable[[Sequence[Any]], float]] = {"plain": partial(tokens_per_s, "plain", self.base)}
@@ -331,14 +324,14 @@ def kind_of(row: str) -> str:
     name, *rest = row.split("/")
     if name == "drawn":
         return f"drawn/{rest[0]}/{rest[2]}"
-    return f"text/{rest[0]}" if name == "text" else row
+    if name == "mixed":
+        return f"slots/{rest[0]}"
+    return f"text/{rest[0]}" if name in ("text", "change") else row
 
 
 def measure(row: str, device: torch.device, steps: int, new_tokens: int, most: int, rounds: int, seconds: float) -> Any:
     """Measure a row; ``most``: prompts of a category."""
     name, *rest = row.split("/")
-    if name == "first token":
-        return measure_first_tokens(device)
     if name == "unknown":
         # The name is kept in many places of this process.
         with ProcessPoolExecutor(1, get_context("spawn"), hide_name) as fresh:
@@ -348,10 +341,14 @@ def measure(row: str, device: torch.device, steps: int, new_tokens: int, most: i
     variants = kept_variants_of(kind_of(row), steps, device)
     if isinstance(variants, DrawnVariants):
         return judged(row, variants.measure(rest[1], rounds, seconds), variants.parts)
-    prompts = read_prompts()
+    prompts, before = read_prompts(), list[Prompt]()
     if name == "text":
-        prompts = [prompt for prompt in prompts if prompt.category == rest[1]][:most]
-    return judged(row, variants.measure(prompts, new_tokens, rounds, seconds), variants.parts)
+        prompts = prompts_of(rest[1])[:most]
+    elif name == "change":
+        before, prompts = (prompts_of(category)[:CHANGE_PROMPTS] for category in rest[1:])
+    elif name == "mixed":
+        prompts = prompts_of("math", "german")
+    return judged(row, variants.measure(prompts, new_tokens, rounds, seconds, before), variants.parts)
 
 
 class Renamed:

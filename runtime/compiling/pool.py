@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
@@ -33,6 +35,7 @@ class CompilePool:
         self.most = most or max(1, min(MOST_PROCESSES, cores - 1))
         self._worker: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._outbox: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._numbers: dict[Job, int] = {}
         self._pending: dict[int, Job] = {}
 
@@ -54,7 +57,9 @@ class CompilePool:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         there.close()
-        self._pipe = here
+        self._pipe, self._outbox = here, SimpleQueue()
+        # A thread sends: until the other process has imported all that it needs, it takes nothing.
+        Thread(target=_send_all, args=(self._outbox, here), daemon=True).start()
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Have jobs compiled, in order, behind those submitted before; what is compiled or under way is not again."""
@@ -65,15 +70,8 @@ class CompilePool:
             if job.is_cached():
                 continue
             self._pending[number] = job
-            self._send(number, job)
-
-    def _send(self, number: int, job: Job) -> None:
-        self.start()
-        assert self._pipe is not None
-        try:
-            self._pipe.send((number, job))
-        except OSError as error:
-            self._give_up(f"the process that compiles has ended ({error})")
+            self.start()
+            self._outbox.put((number, job))
 
     def are_done(self, jobs: Iterable[Job]) -> bool:
         """Whether jobs that were submitted are compiled, or have failed."""
@@ -113,8 +111,18 @@ class CompilePool:
 
     def _drop_worker(self) -> None:
         if self._pipe is not None:
+            self._outbox.put(None)
             self._pipe.close()
         self._pipe = self._worker = None
+
+
+def _send_all(outbox: SimpleQueue[tuple[int, Job] | None], pipe: Connection) -> None:
+    """Send what is put into a queue, up to None; whoever receives notices where the other side has gone."""
+    while (item := outbox.get()) is not None:
+        try:
+            pipe.send(item)
+        except (OSError, ValueError):
+            return
 
 
 def pool_for(device: torch.device) -> CompilePool | None:

@@ -1,4 +1,4 @@
-"""Shapes side by side: what their figures are taken for, and steps of several shapes; first tokens of a fresh model."""
+"""Shapes side by side: what their figures are taken for, and steps of several shapes."""
 
 from __future__ import annotations
 
@@ -68,12 +68,6 @@ def test_rows_of_a_kind_share_their_models() -> None:
     kinds = [shapes.kind_of(row) for row in rows]
     assert kinds == ["slots/16", "text/512", "text/512", "drawn/llama-3.1-8b/4", "drawn/llama-3.1-8b/4"]
     assert [shapes.slots_of(kind) for kind in kinds] == [16, 1, 1, 4, 4]
-
-
-def test_first_and_second_token_are_timed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes.SpeculativeModel, "from_pretrained", lambda **_: model)
-    first_s, second_s = shapes.first_tokens(torch.device("cpu"))
-    assert 0 < first_s < second_s
 
 
 def test_steps_of_any_shape_accept_the_drawn_ranks(random_model: RandomModel) -> None:

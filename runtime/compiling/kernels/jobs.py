@@ -39,7 +39,7 @@ class Job:
     """Of the compiled kernel in Triton's cache."""
     name: str
     source: tuple[Any, ...] = field(compare=False, repr=False)
-    """Module and name of the kernel; the types of its arguments, its constants, and what is known of the arguments."""
+    """Module, name and hash of the kernel; types of its arguments, its constants, what is known of the arguments."""
     target: GPUTarget = field(compare=False)
     options: dict[str, Any] = field(compare=False, repr=False)
 
@@ -49,7 +49,8 @@ class Job:
         parsed = make_backend(target).parse_options(dict(options))
         key = get_cache_key(source, make_backend(target), parsed, env_vars=get_cache_invalidating_env_vars())
         function = source.fn.fn
-        described = (function.__module__, function.__qualname__, source.signature, source.constants, source.attrs)
+        kernel = (function.__module__, function.__qualname__, source.fn.cache_key)
+        described = (*kernel, source.signature, source.constants, source.attrs)
         return cls(hashlib.sha256(key.encode()).hexdigest(), source.name, described, target, options)
 
     def is_cached(self) -> bool:
@@ -59,9 +60,11 @@ class Job:
 
     def compile(self) -> None:
         """Compile into Triton's cache. The process launches nothing any more (`compile_target`)."""
-        module, name, *described = self.source
-        source = ASTSource(getattr(import_module(module), name), *described)
-        kernel = triton.compile(source, target=self.target, options=self.options)
+        module, name, kernel_hash, *described = self.source
+        function = getattr(import_module(module), name)
+        # Triton 3.6 makes it in another way after other kernels, and it is part of the key.
+        function.hash = kernel_hash
+        kernel = triton.compile(ASTSource(function, *described), target=self.target, options=self.options)
         # Triton 3.6 builds a module in C for each signature of a launch.
         if hasattr(nvidia, "make_launcher"):
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
