@@ -192,14 +192,14 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
     Raises `UsageError` for a file without any of this GPU.
     """
     recorded = read_shapes(path)
-    own = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
-    if not own:
+    of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
+    if not of_chip:
         raise UsageError(
             f"{path} holds no shape recorded on {chip.name} ({len(recorded)} of other GPUs). Record with "
             "EAGLE_SLIM_SHAPES on the GPU that is tuned."
         )
     of_key, of_head = Counter[str](), Counter[str]()
-    for cfg, launches in own:
+    for cfg, launches in of_chip:
         of_key[cache_key(cfg, chip)] += launches
         of_head[layout_key(cfg, chip)] += launches
 
@@ -208,11 +208,11 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
         return -of_head[head], head, -of_key[cache_key(cfg, chip)], -launches
 
     wanted: dict[str, tuple[Dims, DrafterConfig]] = {}
-    for cfg, _ in sorted(own, key=order):
+    for cfg, _ in sorted(of_chip, key=order):
         # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
         dims, tree = Dims.of(cfg), cfg.tree
-        own_prefix = draft_config(dims, cfg.draft_vocab, tree, cfg.num_slots, PREFIX, cfg.dtype, cfg.weight_dtype)
-        wanted.setdefault(cache_key(cfg, chip), (dims, own_prefix))
+        with_prefix = draft_config(dims, cfg.draft_vocab, tree, cfg.num_slots, PREFIX, cfg.dtype, cfg.weight_dtype)
+        wanted.setdefault(cache_key(cfg, chip), (dims, with_prefix))
     return list(wanted.values())
 
 

@@ -9,12 +9,13 @@ there are conditions, so rounding them costs almost nothing, and the multipliers
 any choice: the N largest of s_i + Σ_k λ_k p_ki, less Σ_k λ_k g_k.
 
 Ids are chosen by counted text alone. A floor f_k is a share of the text that is measured, held-out where there is some:
-g_k begins there, and rises by what the choice falls short until it does not.
+g_k begins there, and rises by what the choice falls short until it does not. Where no choice is found so, HiGHS looks
+for whole x_i that hold the floors on the measured text itself (`scipy.optimize.milp`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +27,9 @@ _MAX_ROUNDS = 30
 # Floors on counted text rise by 1.1 times the shortfall and two tokens in a million, so that few rounds are needed.
 _RISE, _STEP = 1.1, 2e-6
 _TOLERANCE = 1e-12
+# HiGHS holds conditions to a millionth.
+_MARGIN = 2e-6
+_SEARCH_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +62,7 @@ class FloorProblem:
         """Choose `size` ids that hold all floors, bool [ids].
 
         Returns also the most weighted share that any `size` ids cover which hold the floors on counted text; None where
-        no such choice was found.
+        no such choice was found by counted text.
         """
         needed, bound = self.floors, np.inf
         for _ in range(_MAX_ROUNDS):
@@ -77,6 +81,36 @@ class FloorProblem:
             # No floor needs to rise above what all ids cover.
             needed = np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1)))
         return None
+
+    def search(self, size: int) -> tuple[NDArray[np.bool_], None] | None:
+        """Choose `size` ids that hold all floors by the measured text, bool [ids]; None where none were found."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        if self.is_impossible(size):
+            return None
+        used = np.flatnonzero(self.is_forced | (self.score > 0) | self.measured.any(axis=0))
+        num = min(size, len(used))
+        found = milp(
+            -self.score[used],
+            integrality=np.ones(len(used)),
+            bounds=Bounds(self.is_forced[used], 1),
+            constraints=[
+                LinearConstraint(self.measured[:, used], self.floors + _MARGIN),
+                LinearConstraint(np.ones((1, len(used))), num, num),
+            ],
+            options={"time_limit": _SEARCH_S, "mip_rel_gap": 1e-4},
+        )
+        if found.x is None:
+            return None
+        wanted = np.zeros(len(self.score))
+        wanted[used] = np.round(found.x)
+        chosen = np.zeros(len(self.score), np.bool_)
+        chosen[np.lexsort((-self.score, -wanted))[:size]] = True
+        return (chosen, None) if self.holds(chosen) else None
+
+    def is_impossible(self, size: int) -> bool:
+        """Report whether not even parts of `size` ids hold all floors, so that no choice can."""
+        return replace(self, counted=self.measured)._solve(self.floors, size) is None
 
     def _solve(self, needed: NDArray[np.float64], size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Return the best x [ids], and λ [floors]; None where `size` ids do not cover what is needed."""

@@ -102,7 +102,8 @@ def rank_vocabulary(
             optimistic.append("the size for --coverage was found")
     if floors and size is not None:
         pool.check_size(size)
-        order, provenance["floors"] = _hold_floors(counts, floors, score, order, size, pool)
+        order, provenance["floors"], more = _hold_floors(counts, floors, score, order, size, pool)
+        warnings += more
         on_counted = [entry["source"] for entry in provenance["floors"]["held"] if entry["measured_on"] == "counted"]
         optimistic.extend(f"the floor of {name} was measured" for name in on_counted)
     advice = "because nothing was held out: other text will be covered less. Count with a held-out part"
@@ -325,8 +326,8 @@ def _hold_floors(
     order: NDArray[np.int64],
     size: int,
     pool: _Pool,
-) -> tuple[NDArray[np.int64], Floors]:
-    """Return an order whose first `size` ids hold the floors, and the account of it.
+) -> tuple[NDArray[np.int64], Floors, list[str]]:
+    """Return an order whose first `size` ids hold the floors, the account of it, and warnings.
 
     Where the first `size` ids of the order hold them already, it stays as it is.
     """
@@ -345,32 +346,37 @@ def _hold_floors(
         measured=(measured / measured.sum(axis=1, keepdims=True))[:, pool.ids],
         floors=np.array(list(floors.values())),
     )
-    chosen, bound = np.isin(pool.ids, order[:size]), None
+    chosen, bound, warnings = np.isin(pool.ids, order[:size]), None, []
     if not problem.holds(chosen):
-        found = problem.choose(size)
+        found = problem.choose(size) or problem.search(size)
         if found is None:
             without = zip(floors.items(), problem.reached(chosen), strict=True)
             falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
-            enough = _size_for_floors(problem, np.searchsorted(pool.ids, order), size, pool.largest_size)
-            advice = f"{enough} would do" if enough else f"no size does, up to {pool.largest_size}: ask for less"
+            cannot = f"{size} ids cannot hold" if problem.is_impossible(size) else f"no {size} ids were found that hold"
+            enough, largest = _size_for_floors(problem, np.searchsorted(pool.ids, order), size, pool), pool.largest_size
+            none = "no size does" if enough is None and problem.is_impossible(largest) else "none was found of any size"
+            advice = f"{enough} would do" if enough else f"{none}, up to {largest}: ask for less"
             raise UsageError(
-                f"--floor: {size} ids cannot hold all of these floors; {advice}. Ranked without floors, {size} cover "
-                f"{falls}."
+                f"--floor: {cannot} all of these floors; {advice}. Ranked without floors, {size} cover {falls}."
             )
         chosen, bound = found
+        if bound is None and "held-out" in parts:
+            warnings.append("only ids chosen by the held-out text itself hold the floors: other text is covered less")
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
     held = [
         {"source": name, "asked": floor, "reached": reached, "measured_on": part}
         for (name, floor), reached, part in zip(floors.items(), problem.reached(chosen).tolist(), parts, strict=True)
     ]
-    return order, {"size": size, "held": held, "weighted": float(problem.score[chosen].sum()), "weighted_bound": bound}
+    weighted = float(problem.score[chosen].sum())
+    return order, {"size": size, "held": held, "weighted": weighted, "weighted_bound": bound}, warnings
 
 
-def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, largest: int) -> int | None:
+def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, pool: _Pool) -> int | None:
     """Return a size near the smallest that holds floors which `size` ids do not; None where not even the largest does.
 
     `order`: places of the ids as they rank without floors, of which a longer beginning may hold them.
     """
+    largest = pool.largest_size
     held = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
     enough = round_up(int(held.argmax()) + 1) if held.any() else largest + 1
     if enough > largest and problem.choose(largest) is None:

@@ -24,7 +24,7 @@ from .reading import is_ea_model
 
 _NO_OPTIONS = {"fallback", "overwrite", "use_triton_drafter"}
 """Options of other drafters, which the table of names has."""
-MOST_KEPT = 4
+MAX_KEPT = 4
 """Drafters that are kept with a model: those used last."""
 _registered: dict[str, dict[str, Any]] = {}
 
@@ -202,7 +202,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     # Objects by identity: they are kept alive here, so that none takes another's place.
     by_value = str | int | Path | TreeConfig
     key = tuple((name, each if isinstance(each, by_value) else id(each)) for name, each in given.items())
-    return recall(kept[place], key, MOST_KEPT, lambda: (build(**given), given))[0]
+    return recall(kept[place], key, MAX_KEPT, lambda: (build(**given), given))[0]
 
 
 def _place(model: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from eagle_slim.vocab_tools.compat import attention_name, is_recurrent, takes_attention
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -34,7 +35,8 @@ from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
 from .shared_copy import SharedCopy
 from .watch import Watch
 
-_KNOWN_LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
+_ATTENDING = {"attention", "full_attention", "sliding_attention"}
+"""Types of layers that attend by softmax and keep nothing else."""
 _PROMPT_ADAPTERS = {"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "SUPERTUNING", "XLORA"}
 """peft's adapters whose effect on a token depends on other tokens of a forward, or on an argument of ``generate``."""
 _RECURRENT_MARKS = (
@@ -76,7 +78,7 @@ class TargetModel(Target):
         self._asked = backend
         self._warned: set[str] = set()
         self.users: WeakSet[Any] = WeakSet()
-        """Holders of caches and graphs of this model, each with a method ``drop``."""
+        """Holders of caches and graphs of this model, each with methods ``drop`` and ``forget`` (cached rows alone)."""
         self.version = -1
         """Incremented when the model is found changed; caches and graphs belong to one version."""
         self._sizes: dict[str, object] = {}
@@ -92,6 +94,10 @@ class TargetModel(Target):
         and `UsageError` where it is of another type, on another device, or of other sizes.
         """
         if self._watch is not None and not self._watch.has_changed():
+            if self._watch.is_blind:
+                # A forward reads the tensors as they are now; cached rows may be of others.
+                for each in tuple(self.users):
+                    each.forget()
             return
         # What holds the old weights goes before the new ones are packed, so that there is room.
         self._watch = self._fused = self._copy = None
@@ -428,7 +434,7 @@ def _problems(model: Any) -> Iterator[str]:
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
-    asked = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
+    asked = (attention_name(getattr(module, "config", None)) for module in model.modules())
     for name in {each for each in asked if isinstance(each, str)}:
         if not attention.is_built_in(name):
             yield (
@@ -443,17 +449,17 @@ def _problems(model: Any) -> Iterator[str]:
         yield f"has no LM head (an encoder, or a bare decoder). {can}"
     types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
     # A configuration of attention layers alone, as some Granite 4.0 models have, in a class for hybrid ones.
-    attends = bool(types) and types <= _KNOWN_LAYER_TYPES
+    attends = bool(types) and types <= _ATTENDING
     attends = attends and not any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
-    is_recurrent = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
-    if not attends and (is_recurrent or getattr(model, "_is_stateful", False)):
+    has_marks = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
+    if not attends and (has_marks or is_recurrent(model)):
         yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         yield (
             "is quantised dynamically, so a token's logits depend on what is computed beside it. Load it as it was, or "
             "with its weights quantised only."
         )
-    if others := types - _KNOWN_LAYER_TYPES:
+    if others := types - _ATTENDING:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
     if is_alibi or not any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim")):
@@ -463,7 +469,7 @@ def _problems(model: Any) -> Iterator[str]:
             "uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static scaling "
             "(linear, yarn, llama3)."
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not takes_attention(model):
         yield f"does not take a registered attention function in this version of transformers. {can}"
 
 

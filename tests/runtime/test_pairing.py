@@ -386,6 +386,10 @@ def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(target)
     own = transformers.AutoTokenizer.from_pretrained(target)
     assert SpeculativeModel.from_pretrained(loaded, slim, tokenizer=own).draft_vocab == 340
+    for given in (target, open_target(target)):
+        opened = SpeculativeModel.from_pretrained(given, slim).opened
+        assert opened is not None
+        assert opened.target_name == target.name
     tokens = byte_level_bpe(340, ["<|im_start|>", "<|im_end|>"])
     write_folder(tmp_path / "other", tokens, tokenizer_class="PreTrainedTokenizerFast")
     other = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")

@@ -1,5 +1,6 @@
 """Floors: shares of single sources that a ranking must cover."""
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -122,6 +123,33 @@ def test_against_every_choice(case: tuple[FloorProblem, int]) -> None:
         assert chosen[problem.is_forced].all()
         assert best is not None
         assert problem.score[chosen].sum() <= best + 1e-9 <= bound + 2e-9
+    # With a tenth of a point to spare a choice is always found, and none is called impossible that there is.
+    roomy = replace(problem, floors=problem.floors + 0.001)
+    searched = problem.search(size)
+    assert searched is not None or not choices(roomy, size)
+    assert not (best is not None and problem.is_impossible(size))
+    if searched is not None:
+        assert searched[0].sum() == size
+        assert problem.holds(searched[0])
+        assert searched[0][problem.is_forced].all()
+
+
+@pytest.mark.parametrize("is_held_out", [False, True])
+@pytest.mark.parametrize("seed", [5, 11, 17, 20])
+def test_floors_that_a_choice_holds_are_held(seed: int, is_held_out: bool) -> None:
+    rng = np.random.default_rng(seed)
+    num_ids, num_sources = int(rng.choice([60, 300, 2000])), int(rng.integers(1, 5))
+    size = int(num_ids * rng.uniform(0.1, 0.6))
+    text = [np.floor(rng.pareto(1.1, num_ids) * rng.choice([3, 30])).astype(np.int64) + 1 for _ in range(num_sources)]
+    written = [rng.choice(num_ids, 3000, p=counts / counts.sum()) for counts in text]
+    measured = [np.bincount(ids, minlength=num_ids) for ids in written] if is_held_out else text
+    best = np.argsort(-sum(rng.uniform(0.05, 1) * counts / counts.sum() for counts in text))[:size]
+    floors = {str(at): counts[best].sum() / counts.sum() - 0.001 for at, counts in enumerate(measured)}
+    kept = [held_out([ids.tolist()]) if is_held_out else None for ids in written]
+    sources = [SourceCounts(str(at), 1.0, counts, kept[at], {}) for at, counts in enumerate(text)]
+    ranked = rank_vocabulary(TokenCounts(tuple(sources), None), size, forced=[], floors=floors)
+    for at, floor in enumerate(floors.values()):
+        assert measured[at][ranked.target_ids].sum() >= (floor - 1e-12) * measured[at].sum()
 
 
 def zipf(rng: np.random.Generator, num_ids: int, num_shared: int) -> NDArray[np.float64]:

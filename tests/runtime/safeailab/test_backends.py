@@ -104,11 +104,13 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
         check(frontier_generate, model, backend=backend)
     assert len(kept_on(model)) == 1, "its own drafter needs no other"
     sampled = {"temperature": 0.7, "seed": 5, "max_new_tokens": 6}
-    for off in ({"top_p": 0.0}, {"top_k": 0.0, "top_p": 0}):
-        calls = partial(frontier_generate, backend="mine"), partial(fused_draft_token_generation, drafter="reference")
-        for call in calls:
-            assert call(model, ids, **sampled, **off).token_ids == model.generate(ids, **sampled).token_ids
-        with raises(UsageError, option="top_p"):
+    for off, refused in (({"top_p": 0.0}, "top_p"), ({"top_k": 0, "top_p": 0}, "top_p"), ({"top_k": 0.0}, "top_k")):
+        wanted = model.generate(ids, **sampled).token_ids
+        assert frontier_generate(model, ids, backend="mine", **sampled, **off).token_ids == wanted
+        for given, loads in ((model, {}), (target, loading)):
+            found = fused_draft_token_generation(given, ids, drafter="reference", **loads, **sampled, **off)
+            assert found.token_ids == wanted
+        with raises(UsageError, option=refused):
             model.generate(ids, **sampled, **off)
     for given in ({"head": head}, {"draft_weights": "fp8"}, {"tree": (2, 3, 8)}):
         with raises(UsageError, option=next(iter(given))):

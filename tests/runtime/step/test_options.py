@@ -281,6 +281,11 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
     ],
     ids=str,
 )
+def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
+    with raises(UsageError, option="input_ids"):
+        model.generate(prompt, max_new_tokens=2)
+
+
 def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) -> None:
     ids = torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, max_new_tokens=4).token_ids
@@ -301,11 +306,6 @@ def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) 
         if name != "max_new_tokens":
             with raises(UsageError, option=name):
                 model.generate(input_ids=ids, **{name: value})
-
-
-def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
-    with raises(UsageError, option="input_ids"):
-        model.generate(prompt, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
