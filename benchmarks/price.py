@@ -24,6 +24,7 @@ from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import products
+from eagle_slim.runtime.target.kernels.attention import AttentionParams
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
@@ -104,18 +105,18 @@ def attentions(rows: ForwardRows, prefix: int, group: int, dtype: torch.dtype) -
             keys: Tensor,
             values: Tensor,
             rows: object,
-            scale: float,
-            window: None,
+            params: AttentionParams,
             out: Tensor,
             scratch: object,
-            lift: float,
         ) -> None:
             q = query.view(places, nodes, -1, keys.shape[3]).transpose(1, 2)
             if not is_grouped:  # Query heads of one key head are laid side by side as more queries.
                 q = q.reshape(places, keys.shape[1], -1, keys.shape[3])
             k, v = keys[:places, :, :total], values[:places, :, :total]
             with sdpa_kernel(backend):
-                attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+                attended = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=params.scale, enable_gqa=is_grouped
+                )
             out.copy_(attended.reshape(places, -1, nodes, keys.shape[3]).transpose(1, 2).reshape(out.shape))
 
         return attend

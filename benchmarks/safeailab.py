@@ -177,12 +177,13 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
     whole = EaModelPatch(model, drafter=drafter, target_backend=args.target_backend)
     patches = {"upstream": None, "drafter": whole.layer, "whole": whole}
     patches = {name: patch for name, patch in patches.items() if patch is None or name in args.compare}
-    for turn in range(1 + args.runs):
+    for turn in range(1 + args.warmup + args.runs):
         for variant, patch in patches.items():
             if turn > 0 or patch is not None:
                 with patched(patch):
                     found = generate(model, prompts, args)
-                answers.setdefault(variant, []).append(found)
+                if not 0 < turn <= args.warmup:
+                    answers.setdefault(variant, []).append(found)
     rows: list[dict[str, Any]] = []
     for variant, (first, *timed_answers) in answers.items():
         length = sum(map(len, first["ids"]))
@@ -210,6 +211,8 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
             row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
         rows.append(row)
         show(row)
+        if args.print_eagle_timers and args.runs:
+            print(f"{variant}: draft {row['draft_ms']:.3f} ms, verify {row['verify_ms']:.3f} ms")
         for ids in first["ids"] if args.print_output else ():
             print(f"{variant}: {model.tokenizer.decode(ids) if args.base_model else ids}")
     return rows
@@ -262,8 +265,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     command = Command("safeailab", __doc__)
     add = command.add_argument
     add("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
-    add("--base-model", metavar="PATH", help="target, for EaModel.from_pretrained; with --ea-model")
-    add("--ea-model", metavar="PATH", help="head, for EaModel.from_pretrained; with --base-model")
+    add("--base-model", "--base_model_path", metavar="PATH", help="target, as of EaModel.from_pretrained")
+    add("--ea-model", "--ea_model_path", metavar="PATH", help="head, as of EaModel.from_pretrained")
     add("--use-eagle3", action=argparse.BooleanOptionalAction, default=True, help="as EaModel.from_pretrained")
     add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of your own; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
@@ -281,10 +284,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
     add("--top-k", type=int, default=10)
-    add("--new-tokens", type=whole_from(1), default=64, help="for each prompt")
+    add("--new-tokens", "--max_new_tokens", type=whole_from(1), default=64, help="for each prompt")
     add("--max-length", type=whole_from(1), default=2048, help="of upstream's KV cache, in tokens (default: 2048)")
     add("--temperature", type=float, default=0.0, help="above 0, texts are not compared")
     add("--runs", type=whole_from(0), default=3, help="that are timed; 0 only checks")
+    add("--warmup", type=whole_from(0), nargs="?", const=1, default=0, metavar="N", help="untimed runs before those")
+    add("--print_eagle_timers", "--print-eagle-timers", action="store_true", help="print a draft's and a pass's ms")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--device", default="cuda")
     add("--target-backend", choices=("auto", "fused", "upstream"), default="auto", help="forward of the whole patch")

@@ -103,9 +103,10 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
 
 def check_room(out: Path | str, size_bytes: int) -> None:
     """Raise OutputError where the disk of `out` has less room than `size_bytes`."""
-    free_bytes = shutil.disk_usage(_parent_of(_real(out))).free
-    if free_bytes < size_bytes:
-        raise _unwritable(_real(out), f"{size_bytes:,} bytes are needed, and the disk has {free_bytes:,}")
+    disk = shutil.disk_usage(_parent_of(_real(out)))
+    # Some network file systems tell neither.
+    if disk.total and disk.free < size_bytes:
+        raise _unwritable(_real(out), f"{size_bytes:,} bytes are needed, and the disk has {disk.free:,}")
 
 
 def _unwritable(out: Path, problem: str) -> OutputError:

@@ -104,7 +104,9 @@ Examples:
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, if its files are wrong.",
 )
-@click.option("--gguf", callback=_refuse_gguf, is_flag=False, flag_value="", hidden=True, expose_value=False)
+@click.option(
+    "--gguf", callback=_refuse_gguf, is_flag=False, flag_value="", hidden=True, expose_value=False, help="Gone."
+)
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")

@@ -71,14 +71,10 @@ class HeadFacts:
     """The facts about a head that engines differ on.
 
     Attributes:
-        kind: "eagle3", "eagle" for EAGLE-1/2, or "dflash".
         config: config.json as the engine will read it.
         tensor_names: canonical names, `d2t` and `t2d` apart.
         draft_vocab: rows of the LM head that is served (EAGLE-1/2: ids in the token map).
-        target_vocab: V.
         num_taps: captured target layers that `fc` takes.
-        target_layers: decoder layers of the target, or None where the target is not at hand.
-        nonzero_fc_bias: whether `fc.bias` holds anything but zeros.
     """
 
     kind: names.HeadKind

@@ -130,7 +130,6 @@ class NameTable:
     """Canonical names of the tensors of one checkpoint.
 
     Attributes:
-        kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
         stored: canonical name to the name in the checkpoint.
         dropped: stored name to the reason why it is left out.
     """

@@ -30,15 +30,10 @@ class ConvertOptions:
         coverage: instead of a size, the share of the counted text that must be covered.
         vocabulary: where the ranking comes from.
         target: folder or Hub repository. Default: what the head's files name, else the table of public heads.
-        tokenizer: folder, tokenizer.json or Hub repository; default the target's.
-        revision: branch, tag or commit of the head on the Hub.
-        subfolder: where in the folder or repository the head is, such as "eagle3".
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
-        force: replace an artifact that is there.
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
         d2t_form: form of the head's own map, where it cannot be told.
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
-        offline: use only local files and the Hub cache.
     """
 
     draft_vocab: DraftVocabSize | list[DraftVocabSize] | tuple[DraftVocabSize, ...] | None = None

@@ -26,6 +26,7 @@ from .artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, MANIFEST_NAME, W
 from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
+from .errors import MismatchError
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
@@ -45,25 +46,23 @@ NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Opened inputs of a conversion.
+    """Opened inputs of a conversion; None stands for what is not known or not needed.
 
-    Attributes:
-        source: where the head came from.
-        choice: name of the target, and who named it; None where it is not known.
-        target: the opened target; None where it is not needed.
-        target_layers: its number of decoder layers; None where it is not known.
-        lm_head: the LM head whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
-        tokenizer: of the target, where it is at hand.
+    `lm_head` is that whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
     """
 
     head: DraftHead
     source: ResolvedSource
     choice: targets.TargetChoice | None
     target: targets.HeadTarget | None
-    target_layers: int | None
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
+
+    @property
+    def target_layers(self) -> int | None:
+        """Decoder layers of the target."""
+        return None if self.target is None else self.target.num_layers
 
     @property
     def unpadded_head(self) -> DraftHead:
@@ -77,9 +76,6 @@ class Conversion:
     """One artifact, planned or written.
 
     Attributes:
-        folder: where it goes.
-        lm_head: the LM head whose rows are gathered; None for EAGLE-1/2.
-        tensors: of the weights file.
         files: the small files by name, but for the manifest.
         manifest: complete once the artifact is written; until then without checksums and `files`.
         bytes_before, bytes_after: weights that one draft step of the head and of the slim head reads.
@@ -229,12 +225,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     head = settle_embedding(head, None if opened is None else opened.source)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
-    layers = None if opened is None else opened.num_layers
     lm_head = own_lm_head(head) if head.has_lm_head and head.kind != "eagle" else None
     if needs_rows:
         assert opened is not None
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    return Inputs(head, source, choice, opened, layers, lm_head, tokenizer, is_builtin)
+    return Inputs(head, source, choice, opened, lm_head, tokenizer, is_builtin)
 
 
 def _check_options(head: DraftHead, options: ConvertOptions) -> None:
@@ -352,7 +347,11 @@ def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
     found = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
     if "sources" in found:
         # Counts from memory and from a file differ in the order of their keys alone.
-        found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+        try:
+            found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True, allow_nan=False))
+        except ValueError as error:
+            problem = "the counts' account of their sources holds NaN or Infinity, which are no JSON"
+            raise MismatchError(f"{problem}.\nCount again with `eagle-vocab count`.") from error
     return found
 
 

@@ -45,14 +45,11 @@ class VocabRequest:
     """Source of a ranking: at most one of the first four.
 
     Attributes:
-        counts: files or counts to merge.
         token_map: file with ids in rank order, or a vocabulary.
-        corpus: text to count now.
         order: "ids" for the order of the ids, without any corpus.
         weights: share of each source by name.
         floors: share of a source's held-out tokens that every size must cover, by name.
         force_added: "all" forces every added token.
-        force_ids: further ids to force.
     """
 
     counts: tuple[TokenCounts | str | Path, ...] = ()

@@ -31,18 +31,8 @@ Examples:
 )
 @model_options
 @click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
-@click.option(
-    "--draft-top-k",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Children per node; 1 drafts a chain.",
-)
-@click.option(
-    "--total-tokens",
-    type=click.IntRange(min=2),
-    help="Nodes of the tree, root included. Default: chosen by step on a GPU; 16 on a CPU.",
-)
+@click.option("--draft-top-k", type=click.IntRange(1), default=10, show_default=True, help="Children per node.")
+@click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 16 on a CPU.")
 @click.option(
     "--draft-vocab",
     metavar="N",
@@ -50,31 +40,17 @@ Examples:
     help="Draft over the best N ids only; `full`, the default, is all of the head's.",
 )
 @no_follow_option
-@click.option(
-    "--prompt", metavar="TEXT", help="Answer this prompt and exit. Default: the text on stdin, or a chat in a terminal."
-)
+@click.option("--prompt", metavar="TEXT", help="Answer this and exit. Default: the text on stdin, or a chat.")
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Most tokens of an answer."
-)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True, help="Length of an answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="Sample, if above 0. Default: greedy.")
 @click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="P",
-    help="Sample from the fewest tokens whose probabilities add up to P.",
+    "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample from the top tokens, P in all.", metavar="P"
 )
 @click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Sample from the K most probable tokens.")
-@click.option(
-    "--seed", type=click.IntRange(min=0), help="Random seed. Default: a new one each time, printed with the figures."
-)
-@click.option(
-    "--stop",
-    multiple=True,
-    metavar="TEXT",
-    help="End the answer at this text, and print it as a whole; repeat for more than one.",
-)
+@click.option("--seed", type=click.IntRange(min=0), help="Random seed. Default: a new one, printed with the figures.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option
@@ -226,6 +202,7 @@ def _check(
     from .api.output import difference, first_difference
 
     options = {**options, "seed": output.seed or 0}
+    note("check: decoding the same plainly, one token a pass")
     plain = model.generate(ids, speculative=False, **options)
     tokens, expected = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"

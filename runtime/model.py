@@ -136,14 +136,9 @@ class SpeculativeModel:
                 leaves them as the files have them: a checkpoint published in FP8 is loaded in FP8.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
             revision, head_revision: of the Hub repositories of target and head.
-            offline: use only what is on this machine.
+            offline: use only what is on this machine, for what is not opened yet.
 
-        Raises:
-            PairingError: head and target do not belong together; no weights were loaded.
-            TargetError: the target cannot be loaded.
-            UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: an option that cannot be, or not with the others (`open_target`, `pair`).
-            ConvertError: the head cannot be had or is damaged.
+        Raises as `open_head`, `open_target` and `pair` do; `PairingError` before weights are loaded.
         """
         if isinstance(target, OpenedTarget):
             given = {"dtype": dtype != "auto", "device": device is not None, "target_weights": target_weights != "auto"}
@@ -159,15 +154,12 @@ class SpeculativeModel:
             raise UsageError("The head is opened already. Give its revision to open_head instead of head_revision.")
         opened = head if isinstance(head, OpenedHead) else open_head(head, revision=head_revision, offline=offline)
         if not isinstance(target, OpenedTarget):
-            target = open_target(
-                opened.target_location(revision) if target is None else target,
-                dtype=dtype,
-                device=device,
-                target_weights=target_weights,
-                revision=revision,
-                offline=offline,
+            location = opened.target_location(revision) if target is None else target
+            found = open_target(
+                location, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
             )
-        model: SpeculativeModel = pair(
+            target = replace(found, name=opened.target_name) if target is None else found
+        return pair(
             target,
             opened,
             draft_vocab=draft_vocab,
@@ -177,7 +169,6 @@ class SpeculativeModel:
             tokenizer=tokenizer,
             max_model_len=max_model_len,
         )
-        return model
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -276,7 +267,7 @@ class SpeculativeModel:
 
     @property
     def draft_vocab(self) -> int:
-        """Rows that are drafted over, without those that join a sequence."""
+        """Rows that are drafted over."""
         return self.drafter.weights.draft_vocab
 
     def generate(
@@ -523,8 +514,8 @@ def pair(
         warnings.warn(warning, stacklevel=5)
     text_config = target.config.get_text_config()
     check_pairing(head.head, text_config, str(target))
-    if target.repository is not None:
-        head = replace(head, target_name=target.repository)
+    if target.name is not None:
+        head = replace(head, target_name=target.name)
     if head.head.target_vocab != text_config.vocab_size:
         # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
         head = replace(head, head=head.head.without_padding(int(text_config.vocab_size)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -15,46 +15,42 @@ if TYPE_CHECKING:
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
+def _choice(name: str, choices: Sequence[str], help_text: str) -> Callable[[_Decorated], _Decorated]:
+    """Make an option of choices, whose first is the default."""
+    return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
+
+
 # Parameters bear the names of the arguments of `SpeculativeModel.from_pretrained`.
 _OPTIONS = (
     click.argument("head", required=False, metavar="[HEAD]"),
     click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
-    click.option(
+    _choice(
         "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        show_default=True,
-        help="Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
+        ("auto", "float32", "bfloat16", "float16"),
+        "Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
     ),
     click.option("--device", metavar="D", help="Device, such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
-    click.option(
+    _choice(
         "--drafter",
-        type=click.Choice(["auto", "reference", "triton"]),
-        default="auto",
-        show_default=True,
-        help="The persistent kernel (triton) or plain PyTorch; auto uses the kernel if GPU and head allow it.",
+        ("auto", "reference", "triton"),
+        "The persistent kernel (triton) or plain PyTorch; auto uses the kernel if GPU and head allow it.",
     ),
-    click.option(
+    _choice(
         "--draft-weights",
-        type=click.Choice(["auto", "bf16", "fp8"]),
-        default="auto",
-        show_default=True,
-        help="Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
+        ("auto", "bf16", "fp8"),
+        "Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
-    click.option(
+    _choice(
         "--target-weights",
-        type=click.Choice(["auto", "fp8"]),
-        default="auto",
-        show_default=True,
-        help="Weights of the target: as its files have them (auto), or quantised to FP8, on GPUs from sm_89 on.",
+        ("auto", "fp8"),
+        "Weights of the target: as its files have them (auto), or quantised to FP8, on GPUs from sm_89 on.",
     ),
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
     click.option(
         "--partial-verification",
         type=click.Choice(["exact", "lossy"]),
-        help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes confirm; "
-        "`lossy` may change the text.",
+        help="For very long prompts: run ahead on a part of the KV cache; `lossy` may change the text.",
     ),
 )
 _LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "target_weights", "offline")
@@ -104,6 +100,7 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    _show_progress()
 
     from .model import SpeculativeModel
     from .opening.targets import open_target
@@ -121,6 +118,20 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
         note(f"loading {other}")
         models.append(SpeculativeModel.from_pretrained(shared, other, **given))
     return models
+
+
+def _show_progress() -> None:
+    """Say once on stderr that kernels are compiled, when they are."""
+    import logging
+
+    class Once(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+            logger.removeHandler(self)
+
+    logger = logging.getLogger("eagle_slim.runtime.step.graphs")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [Once()]
 
 
 def show_warnings_as_lines() -> None:

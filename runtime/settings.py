@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from .errors import UsageError, check_choice, misfit
+from .errors import UsageError, check_choice, explain_fields, explain_unknown, misfit
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
@@ -18,6 +18,7 @@ MAX_WAITING = 64
 """Tokens of a slot that plain steps keep for the drafter, which takes them together."""
 
 
+@explain_fields
 @dataclass(frozen=True)
 class TreeConfig:
     """Size of the draft tree, with the meaning the three numbers have in EAGLE-2 and EAGLE-3.
@@ -34,6 +35,7 @@ class TreeConfig:
     total_tokens: int = 60
 
     @classmethod
+    @explain_unknown({})
     def of(cls, depth: int, top_k: int, total_tokens: int | None = None) -> TreeConfig:
         """Build one; ``total_tokens`` None is 60, or all candidates and the root where there are fewer."""
         if total_tokens is None:
@@ -106,6 +108,7 @@ class PartialVerification:
         return f"{self.num_steps} passes ahead over {self.num_blocks} blocks ({self.mode})"
 
 
+@explain_fields
 @dataclass(frozen=True)
 class SamplingConfig:
     """Choose the target's next token by the usual warpers, in transformers' order.

@@ -155,7 +155,7 @@ class Candidates:
 def join_levels(
     level_tokens: Sequence[Tensor], level_scores: Sequence[Tensor], level_frontiers: Sequence[Tensor], top_k: int
 ) -> Candidates:
-    """Number the candidates of all levels.
+    """Join the candidates of all levels under their numbers.
 
     ``level_tokens[l]``, ``level_scores[l]``: [batch, top_k] for l = 0, else [batch, top_k * top_k] (node, then rank).
     ``level_frontiers[l]``: int64 [batch, top_k], which candidates *of level l* level l + 1 expanded (index within level

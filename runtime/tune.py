@@ -192,14 +192,14 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
     Raises `UsageError` for a file without any of this GPU.
     """
     recorded = read_shapes(path)
-    own = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
-    if not own:
+    of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
+    if not of_chip:
         raise UsageError(
             f"{path} holds no shape recorded on {chip.name} ({len(recorded)} of other GPUs). Record with "
             "EAGLE_SLIM_SHAPES on the GPU that is tuned."
         )
     of_key, of_head = Counter[str](), Counter[str]()
-    for cfg, launches in own:
+    for cfg, launches in of_chip:
         of_key[cache_key(cfg, chip)] += launches
         of_head[layout_key(cfg, chip)] += launches
 
@@ -208,11 +208,11 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
         return -of_head[head], head, -of_key[cache_key(cfg, chip)], -launches
 
     wanted: dict[str, tuple[Dims, DrafterConfig]] = {}
-    for cfg, _ in sorted(own, key=order):
+    for cfg, _ in sorted(of_chip, key=order):
         # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
         dims, tree = Dims.of(cfg), cfg.tree
-        own_prefix = draft_config(dims, cfg.draft_vocab, tree, cfg.num_slots, PREFIX, cfg.dtype, cfg.weight_dtype)
-        wanted.setdefault(cache_key(cfg, chip), (dims, own_prefix))
+        with_prefix = draft_config(dims, cfg.draft_vocab, tree, cfg.num_slots, PREFIX, cfg.dtype, cfg.weight_dtype)
+        wanted.setdefault(cache_key(cfg, chip), (dims, with_prefix))
     return list(wanted.values())
 
 
@@ -225,71 +225,35 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
         print(f"  {trial.name:40s} {shown}", flush=True)
 
 
-@click.command(
-    cls=EagleCommand,
-    epilog=example(
-        "EAGLE_SLIM_SHAPES=shapes.json eagle-generate --prompt Hello",
-        "python -m eagle_slim.runtime.tune --from-shapes shapes.json",
-    ),
-)
-@click.option(
-    "--from-shapes",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="Drafts to tune for: the file that EAGLE_SLIM_SHAPES=FILE recorded.",
-)
+@click.command(cls=EagleCommand, epilog=example("python -m eagle_slim.runtime.tune --from-shapes shapes.json"))
+@click.option("--from-shapes", type=click.Path(), required=True, help="File that EAGLE_SLIM_SHAPES=FILE recorded.")
 @click.option("--again", is_flag=True, help="Tune what has tuned parameters, too.")
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Samples of each variant's time."
-)
-@click.option(
-    "--variants",
-    "num_variants",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Try the N most promising variants only. Default: all.",
-)
-@click.option(
-    "--budget",
-    "budget_s",
-    type=click.FloatRange(min=0),
-    default=300,
-    show_default=True,
-    metavar="SECONDS",
-    help="Begin no new variant after this time.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Cache to add to. Default: the one that launches read.",
-)
-def run(
-    from_shapes: Path, again: bool, rounds: int, num_variants: int | None, budget_s: float, out: Path | None
-) -> None:
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Samples of each variant.")
+@click.option("--variants", type=click.IntRange(0), help="Try as many, the most promising. Default: all.")
+@click.option("--budget", type=float, default=300, show_default=True, help="Seconds until no new variant is begun.")
+@click.option("--out", type=click.Path(), help="Cache to add to. Default: the one that launches read.")
+def run(from_shapes: str, again: bool, rounds: int, variants: int | None, budget: float, out: str | None) -> None:
     """Find launch parameters of the drafter for this GPU, and keep the best.
 
-    Each recorded draft's derived parameters are tried, and a few variants of them. All are checked against the fp32
-    reference, then timed; the cache is saved after each draft.
+    All are checked against the fp32 reference, then timed; the cache is saved after each draft.
     """
     started = time.perf_counter()
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    cache: TunedCache = TunedCache(out) if out else open_tuned_cache()
+    cache: TunedCache = TunedCache(Path(out)) if out else open_tuned_cache()
     try:
         cache.save()
     except OSError as error:
         raise UsageError(f"{cache.path} cannot be written ({error}). Name another file with --out.") from error
 
     def left() -> float:
-        return budget_s - (time.perf_counter() - started)
+        return budget - (time.perf_counter() - started)
 
     todo = [
-        (dims, cfg, *trials_of(cfg, chip, cache.layout(cfg, chip), num_variants))
-        for dims, cfg in recorded_configurations(from_shapes, chip)
+        (dims, cfg, *trials_of(cfg, chip, cache.layout(cfg, chip), variants))
+        for dims, cfg in recorded_configurations(Path(from_shapes), chip)
         if again or cache_key(cfg, chip) not in cache.launches
     ]
     print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
@@ -308,7 +272,7 @@ def run(
         cache.store(cfg, chip, best)
         cache.save()
         done += 1
-    print(f"{done} of {len(todo)} drafts tuned in {budget_s - left():.0f} s, kept in {cache.path.name}")
+    print(f"{done} of {len(todo)} drafts tuned in {budget - left():.0f} s, kept in {cache.path.name}")
 
 
 def main(args: list[str] | None = None) -> NoReturn:

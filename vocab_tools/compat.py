@@ -34,6 +34,15 @@ def tensor_state(tensor: Any) -> tuple[int | None, int]:
     return version, tensor.untyped_storage()._cdata
 
 
+def is_config(value: Any) -> bool:
+    """Report whether a value is a configuration that names an attention function."""
+    return hasattr(value, "_attn_implementation") and not isinstance(value, type) and not hasattr(value, "forward")
+
+
+OUTPUTS = ("output_attentions", "_output_attentions", "output_hidden_states")
+"""Settings of a configuration by which a forward gives more than logits."""
+
+
 def attention_name(config: Any) -> str | None:
     """Return the attention function that a configuration names; None where it names none."""
     return getattr(config, "_attn_implementation", None)

@@ -42,7 +42,12 @@ from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention, attention_kernels
-from eagle_slim.runtime.target.kernels.attention import AttentionScratch, AttentionTiles, tree_attention
+from eagle_slim.runtime.target.kernels.attention import (
+    AttentionParams,
+    AttentionScratch,
+    AttentionTiles,
+    tree_attention,
+)
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -221,10 +226,10 @@ class RandomModel:
         """
         drafter = self._drafter(cache, tree, draft_vocab)
         verdicts = DrawnVerdicts(drawn, cache.num_slots, self.target.device)
-        slots = Slots.of_chains(self.target, cache, drafter, option.chain)
-        chains = PartialChains(self.target, cache, slots, drafter, option, self._waits, verdicts)
+        slots = Slots.allocate(self.target, cache, drafter, option.chain)
+        chains = PartialChains(slots, drafter, option, self._waits, verdicts)
         confirmed = DrawnSurvivals(survivals, chains)
-        return Decoder(self.target, cache, slots, chains, self._waits, revise=confirmed), confirmed
+        return Decoder(slots, chains, self._waits, revise=confirmed), confirmed
 
     def _drafter(
         self, cache: KVCache, tree: TreeConfig, draft_vocab: int, draft_weights: str = "bf16"
@@ -362,7 +367,7 @@ def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10) -> float:
     numbers = decoder.slots.box.numbers
     numbers.fill_(-1)
     numbers[:4] = torch.tensor([0, num_tokens, 1 << 20, 0])
-    run = partial(decoder.enter, num_tokens, GREEDY)
+    run = partial(decoder.prompts.enter, num_tokens, GREEDY)
     run()
     return statistics.median(time_queued_us(run, decoder.target.device, 2) for _ in range(rounds)) / 1e3
 
@@ -394,9 +399,8 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
 
     def run() -> None:
         for keys, values in decoder.cache.layers:
-            target.ops(tree_attention)(
-                bufs.query, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
-            )
+            params = AttentionParams(target.scale)
+            target.ops(tree_attention)(bufs.query, keys, values, rows.attention, params, bufs.attended, bufs.scratch)
 
     return run
 
@@ -445,11 +449,12 @@ def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: Attentio
     counting = CountingKernel(device)
     with (
         mock.patch.object(attention_kernels, "main_kernel", counting),
+        mock.patch.object(attention_kernels, "tail_kernel", mock.MagicMock()),
         mock.patch.object(attention, "attention_tiles", return_value=tiles),
     ):
         scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
         rows = trees.rows(batch).attention
-        tree_attention(query, keys, values, rows, 1.0, None, torch.empty_like(query), scratch)
+        tree_attention(query, keys, values, rows, AttentionParams(1.0), torch.empty_like(query), scratch)
     return int(counting.num_blocks)
 
 
@@ -514,7 +519,7 @@ def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
 
     On a GPU all kernels but drafts are compiled first, side by side in threads: a launch only hands over its kernel.
     """
-    if decoders[0][0].has_graphs:
+    if decoders[0][0].graphs.can_capture:
         launch = mock.patch.object(
             JITFunction, "__getitem__", lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
         )

@@ -15,11 +15,13 @@ from eagle_slim.runtime.opening.heads import open_head
 from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor
 
-from benchmarks.shared.decoding import LAYERS
+from benchmarks.shared.decoding import FEW_LAYERS, LAYERS
 
 BUILT_IN = "smollm2-135m"
 TINY = Dims(64, 96, 4, 2, 16, 320)
 MAX_POSITIONS = 2048
+TOO_LARGE = ("llama-3.3-70b",)
+"""Targets that do not fit on one GPU with all of their layers."""
 _PROBABLE = 16
 _PROMPT = "<|im_start|>user\nWhat are three good habits for learning a new language?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -48,7 +50,7 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
 
     ``dims``: `BUILT_IN` for the built-in head with its target; "tiny" or a name of `problem.MODELS` for a random model
     in which few tokens are probable, so that drafts are accepted. ``draft_vocab``: rows of a random head, 0 for all.
-    A random target has the model's own layers, or 8 of one that is not in `LAYERS`. The hidden states of "tiny" follow
+    A random target has the model's own layers, "tiny" and one that is `TOO_LARGE` 8. The hidden states of "tiny" follow
     its tokens, so that its texts vary.
     """
     EaModel = importlib.import_module("eagle.model.ea_model").EaModel
@@ -68,7 +70,8 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
         else:
             from transformers import LlamaConfig
 
-            config = LlamaConfig(**_config(sizes), num_hidden_layers=LAYERS.get(dims, 8), tie_word_embeddings=False)
+            layers = FEW_LAYERS if dims in TOO_LARGE else LAYERS.get(dims, FEW_LAYERS)
+            config = LlamaConfig(**_config(sizes), num_hidden_layers=layers, tie_word_embeddings=False)
             base = LlamaForCausalLM(config).to(dtype)
             if dims == "tiny":
                 base.model.embed_tokens.weight.data.mul_(50)

@@ -116,31 +116,12 @@ class Manifest:
             problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
             raise ArtifactError.at(folder, problem)
         value = read_object(path, ArtifactError)
-        if value.get("format") != FORMAT_NAME:
-            raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
-        if (found := value.get("format_version")) != FORMAT_VERSION:
-            raise _broken(path, f"format_version {found!r}, this eagle-slim reads {FORMAT_VERSION}")
-        for key, kind in _TYPES.items():
-            if key not in value or not isinstance(value[key], kind) or isinstance(value[key], bool):
-                found = "nothing" if key not in value else type(value[key]).__name__
-                raise _broken(path, f"{key}: expected {getattr(kind, '__name__', kind)}, found {found}")
-        for key, name in _TEXTS:
-            if not isinstance(text := (value[key] or {}).get(name), str | None):
-                raise _broken(path, f"{key}: {name}: expected a text or null, found {type(text).__name__}")
-        for name, entry in value["files"].items():
-            is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
-            if not is_entry or type(entry.get("size_bytes")) is not int:
-                raise _broken(path, f"files: {name}: expected an object with size_bytes, and tensors an object")
-        forced = (value["vocabulary"] or {}).get("forced", {})
-        if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
-            raise _broken(path, "vocabulary: forced: expected an object whose keys are ids")
-        if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
-            raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise _broken(path, "it holds NaN or Infinity, which are no JSON") from error
+        _check(value, path)
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
-        if not 0 < rows <= vocab < 2**31:
-            raise _broken(path, f"draft_vocab is {rows} of a target_vocab of {vocab}")
-        if ranked is None and rows < vocab:
-            raise _broken(path, f"rank_order_ids: expected {rows} ids, found none")
         arrays: dict[str, Any] = {"warnings": tuple(value["warnings"])}
         if ranked is not None:
             if len(ranked) != rows or not all(type(each) is int and 0 <= each < vocab for each in ranked):
@@ -175,6 +156,59 @@ _TEXTS = (
     *(("lm_head", name) for name in ("from", "tensor", "source_dtype", "dtype")),
 )
 """Keys within those objects that name something, or are null or absent."""
+
+
+def _check(value: dict[str, Any], path: Path) -> None:
+    """Raise ArtifactError for what is no manifest of this version, or has a value of another type."""
+    if value.get("format") != FORMAT_NAME:
+        raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
+    if (found := value.get("format_version")) != FORMAT_VERSION:
+        raise _broken(path, f"format_version {found!r}, this eagle-slim reads {FORMAT_VERSION}")
+    for key, kind in _TYPES.items():
+        if key not in value or not isinstance(value[key], kind) or isinstance(value[key], bool):
+            found = "nothing" if key not in value else type(value[key]).__name__
+            raise _broken(path, f"{key}: expected {getattr(kind, '__name__', kind)}, found {found}")
+    for key, part in _TEXTS:
+        if not isinstance(text := (value[key] or {}).get(part), str | None):
+            raise _broken(path, f"{key}: {part}: expected a text or null, found {type(text).__name__}")
+    for name, entry in value["files"].items():
+        is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
+        if not is_entry or type(entry.get("size_bytes")) is not int:
+            raise _broken(path, f"files: {name}: expected an object with size_bytes, and tensors an object")
+    if (problem := _problem_of_vocabulary(value["vocabulary"] or {})) is not None:
+        raise _broken(path, f"vocabulary: {problem}")
+    for key, kind in (("warnings", str), ("tap_layers", int)):
+        if not all(type(each) is kind for each in value[key] or ()):
+            raise _broken(path, f"{key}: expected {kind.__name__} in it alone, found {value[key]!r:.80}")
+    if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
+        raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
+    rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
+    if not 0 < rows <= vocab < 2**31:
+        raise _broken(path, f"draft_vocab is {rows} of a target_vocab of {vocab}")
+    if ranked is None and rows < vocab:
+        raise _broken(path, f"rank_order_ids: expected {rows} ids, found none")
+
+
+def _problem_of_vocabulary(vocabulary: Any) -> str | None:
+    """Tell which part of the account of a ranking, or of the one that it was made from, is of another form."""
+    if not isinstance(vocabulary, dict):
+        return "token_map: expected an object"
+    forced, counted = vocabulary.get("forced", {}), vocabulary.get("counted_ids")
+    if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
+        return "forced: expected an object whose keys are ids"
+    if counted is not None and (type(counted) is not int or counted < 0):
+        return f"counted_ids: expected a number of ids, found {counted!r:.80}"
+    sources = vocabulary.get("sources") or []
+    if not isinstance(sources, list) or not all(map(_is_source, sources)):
+        return f"sources: expected objects with name, tokens and weight, found {sources!r:.80}"
+    nested = vocabulary.get("token_map")
+    return None if nested is None else _problem_of_vocabulary(nested)
+
+
+def _is_source(source: Any) -> bool:
+    if not isinstance(source, dict) or not isinstance(source.get("name"), str) or type(source.get("tokens")) is not int:
+        return False
+    return type(source.get("weight")) in (int, float) and 0 <= source["weight"] < 1e300
 
 
 def _broken(where: Path, problem: str) -> ArtifactError:

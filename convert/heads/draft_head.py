@@ -73,7 +73,6 @@ class DraftHead:
     """A draft head, whatever its file looked like.
 
     Attributes:
-        kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
         config: flat config.json; `vocab_size` is the target's V, `draft_vocab_size` the rows of the LM head.
         tensors: by canonical name, without the maps: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2:
             [hidden, 2 * hidden]), `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file
@@ -83,11 +82,7 @@ class DraftHead:
             row i is target id i (a full vocabulary, or an LM head that is the target's).
         tap_layers: layers of the target whose inputs the head reads, as far as known without the target (`taps`); None
             is every engine's default, (2, n // 2, n - 3) for n layers; () the target's last hidden state alone.
-        warnings: doubts and losses to tell a user of the head.
-        location: the repository or folder, for messages.
-        source_config: config.json as it was found.
         source: where the files came from, and their manifest and card; None for a head made of an open checkpoint.
-        target_name: the target that the head's own configuration names, if it does.
         dropped: stored tensor name to the reason why it is not among `tensors`.
     """
 

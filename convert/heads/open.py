@@ -55,9 +55,6 @@ def open_head(
     Args:
         source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head for
             SmolLM2-135M-Instruct.
-        revision: branch, tag or commit of a Hub repository.
-        subfolder: where in the folder or repository the head is, such as "eagle3".
-        offline: use only what the local Hub cache holds.
         d2t_form: "offset" (target id = i + d2t[i]), "absolute", or "auto", which tells them apart by the rules of
             `vocab_tools.token_maps` and refuses the absolute form.
         tap_layers: overrides what the configuration says; inputs of these decoder layers.

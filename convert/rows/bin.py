@@ -90,8 +90,11 @@ def _checked(path: Path) -> Path | io.BytesIO:
         if (bad := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is not that of its bytes")
         pickled = next((record for record in records if record.filename.endswith("data.pkl")), None)
-        if pickled is None or archive.open(pickled).read(2) < b"\x80\x04":
+        if pickled is None:
             return path
+        with archive.open(pickled) as opened:
+            if opened.read(2) < b"\x80\x04":
+                return path
         rewritten = io.BytesIO()
         with zipfile.ZipFile(rewritten, "w") as copy:
             for record in records:
@@ -111,7 +114,7 @@ def _by_protocol_2(pickled: bytes) -> bytes:
     kept: dict[int, str] = {}
     pushed: list[tuple[int, str]] = []
     num_kept, was_text = 0, False
-    steps = [(step.name, value, at) for step, value, at in pickletools.genops(pickled)]
+    steps: list[tuple[str, Any, int]] = [(step.name, value, at or 0) for step, value, at in pickletools.genops(pickled)]
     ends = [*(at for _, _, at in steps[1:]), len(pickled)]
     for (name, value, start), end in zip(steps, ends, strict=True):
         raw, text = pickled[start:end], None

@@ -41,11 +41,7 @@ WeightsFile = SafetensorsFile | TorchFile
 
 
 class Checkpoint:
-    """Named tensors of one or several weights files; made by `open_checkpoint`.
-
-    Attributes:
-        where: name in messages.
-    """
+    """Named tensors of one or several weights files; made by `open_checkpoint`."""
 
     def __init__(self, where: str, file_of: Mapping[str, WeightsFile]) -> None:
         self.where = where

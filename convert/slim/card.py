@@ -61,8 +61,9 @@ def _front_matter(manifest: Manifest, licence: str | None) -> str:
     lines = ["---"]
     if target := manifest.target.get("repo_id"):
         lines.append(f"base_model: {_yaml(target)}")
-    counted = [source.get("provenance") or {} for source in (manifest.vocabulary or {}).get("sources") or []]
-    parts = [part for provenance in counted for part in provenance.get("parts", [provenance])]
+    counted = [source.get("provenance") for source in (manifest.vocabulary or {}).get("sources") or []]
+    listed = [each.get("parts", [each]) for each in counted if isinstance(each, Mapping)]
+    parts = [part for each in listed if isinstance(each, list) for part in each]
     named = (part.get("dataset") for part in parts if isinstance(part, Mapping))
     if datasets := sorted({name for name in named if name and isinstance(name, str)}):
         lines += ["datasets:", *(f"- {_yaml(name)}" for name in datasets)]

@@ -43,9 +43,7 @@ class ResolvedSource:
     """A head or a target in a folder on this disk, and where it came from.
 
     Attributes:
-        folder: holds the files; a snapshot of the Hub's cache where `repo_id` is set.
-        repo_id: repository on the Hub, or None for a folder of the user.
-        commit: the commit that `folder` holds, or None for a folder of the user.
+        folder: holds the files; a snapshot of the Hub's cache where `repo_id` and `commit` are set.
         files: names within `folder` of its files, on the Hub of all; those not asked for are not on this disk.
         subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
         name: how the user called it, sub-folder included, for messages.
@@ -100,8 +98,7 @@ def open_head_source(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        revision: branch, tag or commit of the repository; refused for a folder.
-        offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
+        revision: of the repository; refused for a folder.
         subfolder: where in the repository or folder the head is. The repository's card comes with it where the
             sub-folder has none.
 

@@ -24,11 +24,7 @@ from ..rows.files import LONG_NAMES, TensorInfo
 class LmHead:
     """The matrix that rows are gathered from: the head's own, or the target's.
 
-    Attributes:
-        checkpoint: holds at least this tensor.
-        name: of the tensor, [rows, hidden], as it is stored.
-        where: in words, for messages.
-        origin: whose it is.
+    `name` is that of the tensor, [rows, hidden], as it is stored; `where` is for messages.
     """
 
     checkpoint: Checkpoint

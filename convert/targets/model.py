@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,7 @@ class TargetChoice:
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """A target whose small files are at hand.
-
-    Attributes:
-        name: as it was given, for messages.
-        source: folder with config.json and the tokenizer's files, and the commit.
-        config: of the language model (the text part of a multimodal one).
-        provenance: for the manifest.
-    """
+    """A target whose small files are at hand; `config` is that of the language model, as of a multimodal one's part."""
 
     name: str
     source: ResolvedSource
@@ -96,7 +90,8 @@ def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTa
     if name is None:
         source = ResolvedSource(embedded_target_folder())
         return HeadTarget(EMBEDDED_TARGET_REPO, source, _config(source), embedded_target_provenance())
-    source = or_built_in(name, lambda place: target_files(place, revision=revision, offline=offline))
+    read = partial(target_files, revision=revision, offline=offline)
+    source = or_built_in(name, read) if revision is None else read(name)
     if name == EMBEDDED_TARGET_REPO and source.repo_id is None:
         return open_target(None, None, offline)
     provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
@@ -137,7 +132,7 @@ def open_tokenizer(
         own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
     tokenizer = own
     if given is not None:
-        tokenizer = or_built_in(given, lambda place: load_tokenizer(place, offline=offline))
+        tokenizer = or_built_in(given, partial(load_tokenizer, offline=offline))
     if tokenizer is None:
         return None
     if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:

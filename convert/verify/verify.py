@@ -82,10 +82,8 @@ def verify_artifact(
     nothing else is fetched.
 
     Args:
-        folder: the artifact.
         head: folder or repository of the head it was made from; its sub-folder, if it had one, is recorded.
-        target: folder or repository of the target; its LM head is compared where the rows came from it.
-        tokenizer: folder, tokenizer.json or repository; default the target's.
+        target: folder or repository; its LM head is compared where the rows came from it.
         offline: fetch nothing for `head`, `target` and `tokenizer` either.
         engines: also check that these engines take it (keys of `engines.ENGINES`).
         engine_version: the version that will serve it, for one engine; default the installed one.

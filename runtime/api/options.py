@@ -128,15 +128,16 @@ def read_call(
     tokenizer = tokenizer if given["tokenizer"] is None else read_tokenizer(given["tokenizer"])
     options = join_options(target.generation_config, given["generation_config"], fields)
     configs = (target.generation_config, target.text_config)
-    own_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
-    ends, vocab = _read_ids("eos_token_id", options.get("eos_token_id"), own_ends), int(target.text_config.vocab_size)
+    target_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
+    ends = _read_ids("eos_token_id", options.get("eos_token_id"), target_ends)
+    vocab = int(target.text_config.vocab_size)
     # No token has ids outside the vocabulary, so they end nothing.
     eos = frozenset(token for token in ends if 0 <= token < vocab)
     if given["ignore_eos"] is not None and read_flag("ignore_eos", given["ignore_eos"]):
         eos = frozenset()
-    own_pads = (getattr(config, "pad_token_id", None) for config in configs)
-    pads = _read_ids("pad_token_id", options.get("pad_token_id"), *own_pads)
-    padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
+    target_pads = (getattr(config, "pad_token_id", None) for config in configs)
+    pads = _read_ids("pad_token_id", options.get("pad_token_id"), *target_pads)
+    padding = None if not pads or pads[0] in (eos or target_ends) else pads[0]
     prompts = read_prompts(input_ids, given["attention_mask"], padding, tokenizer)
     seeds = _read_seeds(given["seed"], len(prompts))
     sampling = read_sampling(options, fields, given["seed"] if seeds is None else seeds[0])
@@ -198,7 +199,7 @@ def join_options(
                 f"without it.{_PROCESSORS}"
             )
     known = vars(GenerationConfig())
-    found = {name: getattr(target_config, name, None) for name in (*PENALTIES, "stop_strings")}
+    joined = {name: getattr(target_config, name, None) for name in (*PENALTIES, "stop_strings")}
     # Names in a configuration that transformers does not know belong to other software.
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
@@ -207,10 +208,10 @@ def join_options(
             hint = f" Did you mean {near[0]}?" if near else _PROCESSORS
             raise UsageError(f"There is no option {name!r}.{hint}")
         if name in _SERVED:
-            found[name] = found.get(name) if value is None else value
+            joined[name] = joined.get(name) if value is None else value
         elif not _asks_nothing(name, value):
             raise UsageError(f"The option {name!r} is not served.{_PROCESSORS}")
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in joined.items() if value is not None}
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
@@ -282,12 +283,12 @@ def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
 
 def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
     """Return a seed for each prompt where ``seed`` is a list; else None. Raises `UsageError`."""
-    found = seed.tolist() if hasattr(seed, "tolist") else seed
-    if not isinstance(found, Sequence) or isinstance(found, str):
+    seeds = seed.tolist() if hasattr(seed, "tolist") else seed
+    if not isinstance(seeds, Sequence) or isinstance(seeds, str):
         return None
-    if len(found) != num_prompts:
+    if len(seeds) != num_prompts:
         raise misfit("seed", f"an integer, or a list of one for each of {num_prompts} prompts", seed)
-    return tuple(int(SamplingConfig(seed=each).seed) for each in found)
+    return tuple(int(SamplingConfig(seed=each).seed) for each in seeds)
 
 
 def _read_deadline(max_time: Any) -> float | None:
@@ -301,11 +302,11 @@ def _read_deadline(max_time: Any) -> float | None:
 
 def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
     """Return one callable, or a list of them such as a `StoppingCriteriaList` of transformers, as a tuple."""
-    found = [given] if callable(given) and not isinstance(given, Sequence) else given or ()
+    calls = [given] if callable(given) and not isinstance(given, Sequence) else given or ()
     # A class would make an object of what it is called with.
-    if not isinstance(found, Sequence) or not all(callable(each) and not isinstance(each, type) for each in found):
+    if not isinstance(calls, Sequence) or not all(callable(each) and not isinstance(each, type) for each in calls):
         raise misfit(name, "a list of callables of (input_ids, scores), as in transformers", given)
-    return tuple(found)
+    return tuple(calls)
 
 
 def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
@@ -326,8 +327,8 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     return length - prompt_length
 
 
-def _read_ids(name: str, *found: Any) -> list[int]:
-    """Return the first of ``found`` that is not None, an id or a list, set or tensor of them, as a list; else []."""
-    ids: Any = next((each for each in found if each is not None), [])
+def _read_ids(name: str, *given: Any) -> list[int]:
+    """Return the first of ``given`` that is not None, an id or a list, set or tensor of them, as a list; else []."""
+    ids: Any = next((each for each in given if each is not None), [])
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     return [read_token_id(token, name) for token in (values if isinstance(values, Iterable) else [values])]

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import ModelOutput
@@ -64,15 +62,6 @@ class RowsOutput(GenerationOutput, list[Tensor]):
         """Shape of the tensor."""
         return self.sequences.shape
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensor."""
-        return self.sequences.device
-
-    def size(self, *dim: int) -> Any:
-        """Return the shape, or one of its numbers."""
-        return self.sequences.size(*dim)
-
     def reshape(self, *shape: int) -> Tensor:
         """Return the tensor in another shape."""
         return self.sequences.reshape(*shape)
@@ -84,10 +73,6 @@ class RowsOutput(GenerationOutput, list[Tensor]):
     def cpu(self) -> Tensor:
         """Return the tensor on the CPU."""
         return self.sequences.cpu()
-
-    def numpy(self) -> NDArray[np.int64]:
-        """Return the tensor as an array."""
-        return self.sequences.numpy()
 
     def tolist(self) -> list[list[int]]:
         """Return the ids as lists."""

@@ -39,6 +39,11 @@ def read_prompts(
     if isinstance(given, Mapping):
         if "input_ids" not in given:
             raise UsageError(f"input_ids: a mapping needs them, got {brief(list(given))}. {_USE_ENCODE_CHAT}")
+        if others := [str(name) for name, value in given.items() if not _is_read(name, value)]:
+            raise UsageError(
+                f"input_ids: a mapping of them and an attention_mask is read; {', '.join(others)} would be left out. "
+                "Options of generate are given by name; other inputs of a model are not served."
+            )
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
@@ -121,6 +126,13 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
     except Exception as error:  # a template is a program of its own
         raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
     return encode_text(tokenizer, text, add_special_tokens=False)
+
+
+def _is_read(name: Any, value: Any) -> bool:
+    """Return whether an entry of a mapping is read, or asks nothing: None, or the zeros that a tokenizer adds."""
+    if name == "token_type_ids" and value is not None:
+        return not any(any(row) if isinstance(row, list) else row for row in _as_list(name, "numbers", value))
+    return value is None or name in ("input_ids", "attention_mask")
 
 
 def _as_list(name: str, expected: str, values: Any) -> list[Any]:

@@ -128,13 +128,13 @@ class Request:
     def _is_ended_by_criteria(self) -> bool:
         ids = torch.tensor([[*self.prompt_ids, *self.token_ids]], device=self.device)
         for criterion in self.criteria:
-            found = criterion(ids, None)
+            answer = criterion(ids, None)
             try:
-                flags = torch.as_tensor(found)
+                flags = torch.as_tensor(answer)
             except (RuntimeError, TypeError, ValueError):
                 flags = torch.tensor([])
             if flags.numel() == 0:
-                raise misfit("What a stopping criterion returns", "True or False, or a tensor of them", found)
+                raise misfit("What a stopping criterion returns", "True or False, or a tensor of them", answer)
             if flags.all():
                 return True
         return False

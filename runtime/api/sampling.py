@@ -62,14 +62,14 @@ class Processors:
         Raises `UsageError` for one that does not return scores of that shape.
         """
         for name, step in self.steps:
-            found: Any = hf.LogitsProcessorList([step])(input_ids, scores)
-            if not isinstance(found, Tensor) or found.shape != scores.shape or not found.is_floating_point():
-                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            changed: Any = hf.LogitsProcessorList([step])(input_ids, scores)
+            if not isinstance(changed, Tensor) or changed.shape != scores.shape or not changed.is_floating_point():
+                what = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
                 raise UsageError(
                     f"Logits processor {name} returned {what}; expected floats {list(scores.shape)}, as it was given. "
                     "One that changes them in place returns them too."
                 )
-            scores = found
+            scores = changed
         return scores
 
 

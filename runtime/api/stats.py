@@ -12,16 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-_DERIVED = (
-    "num_passes",
-    "num_accepted_tokens",
-    "mean_accepted_length",
-    "num_missed",
-    "missed_rate",
-    "step_s",
-    "tokens_per_s",
-)
-
 
 class StepTimes(NamedTuple):
     """Seconds of one step: drafting a tree for each running sequence, verifying them, and the host's own work.
@@ -121,10 +111,11 @@ class GenerationStats:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, keyed as in this class; of the steps the sum."""
         names = [each.name for each in fields(self) if each.name != "steps"]
-        found = {name: getattr(self, name) for name in (*names, *_DERIVED)}
+        names += [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        values = {name: getattr(self, name) for name in names}
         return {
             name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
-            for name, value in found.items()
+            for name, value in values.items()
         }
 
     @classmethod

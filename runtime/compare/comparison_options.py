@@ -49,9 +49,9 @@ class CompareOptions:
         for size in self.sizes or ():
             if size != "full" and not (isinstance(size, int) and size > 0):
                 raise misfit("sizes", 'numbers of rows, or "full"', size)
-        for value in self.modes:
-            if value not in MODES:
-                raise misfit("modes", " or ".join(MODES), value)
+        for mode in self.modes:
+            if mode not in MODES:
+                raise misfit("modes", " or ".join(MODES), mode)
         for name, least in (("batches", 1), ("max_new_tokens", 2)):
             value = getattr(self, name)
             if min(value if isinstance(value, Sequence) else (value,)) < least:

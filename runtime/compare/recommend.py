@@ -48,7 +48,7 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
         f"{where}: {_headline(chosen, beats)}",
         advised.label,
         advised.candidate.draft_vocab,
-        beats is False or are_as_fast,
+        beats is False or (are_as_fast and best.num_prompts >= ENOUGH_PROMPTS),
         tuple(row.label for row in close),
         beats,
         (*_reasons(chosen, best, close, measured, others), *failed),

@@ -239,7 +239,8 @@ def _rows(
     }
     plain = candidates[0]
     # Figures are of the turns that all have answered, but for candidates that failed so often that hardly any are left.
-    turns, compared = given[plain.label].keys(), list[Candidate]()
+    turns: Set[tuple[int, int]] = given[plain.label].keys()
+    compared = list[Candidate]()
     for each in sorted(candidates, key=lambda each: -len(given[each.label])):
         shared = turns & given[each.label].keys()
         if 2 * len(shared) > len(given[plain.label]):

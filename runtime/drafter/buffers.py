@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import torch
+from eagle_slim.vocab_tools.compat import tensor_state
 from torch import Tensor
 
 from ..errors import UsageError, explain_fields, misfit
@@ -99,19 +100,19 @@ class Buffers:
         ``params``: allocates the kernel's workspace too. ``shared``: fields of other buffers to use instead of new
         ones. Raises as `check_kernel_limits`, with ``params``.
         """
-        device, found = head.device, dict(shared or {})
-        found |= {
+        device, tensors = head.device, dict(shared or {})
+        tensors |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
             for name, (shape, dtype) in buffer_layout(cfg).items()
-            if name not in found
+            if name not in tensors
         }
         if params is not None:
             check_kernel_limits(cfg)
-            found["workspace"] = allocate_workspace(cfg, params, device)
-        if "tables" not in found:
+            tensors["workspace"] = allocate_workspace(cfg, params, device)
+        if "tables" not in tensors:
             tables = head.rotary.for_length(cfg.num_tokens).tables(cfg.max_positions + MAX_DEPTH)
-            found["tables"] = tuple(table[:, : cfg.head_dim // 2].contiguous() for table in tables)
-        bufs = cls(**found, cfg=cfg, tree=cfg.tree, params=params)
+            tensors["tables"] = tuple(table[:, : cfg.head_dim // 2].contiguous() for table in tables)
+        bufs = cls(**tensors, cfg=cfg, tree=cfg.tree, params=params)
         if shared is None or "num_new" not in shared:
             bufs.num_new.fill_(1)
             for name in ("active_slots", "active_inverse"):
@@ -130,9 +131,9 @@ class Buffers:
         A draft into either overwrites the outputs of the other. Raises `UsageError` for a tree of another ``top_k``,
         deeper or with more nodes.
         """
-        most = self.tree
-        if tree.top_k != most.top_k or tree.depth > most.depth or tree.total_tokens > most.total_tokens:
-            wanted = f"top_k = {most.top_k}, at most depth = {most.depth} and total_tokens = {most.total_tokens}"
+        bound = self.tree
+        if tree.top_k != bound.top_k or tree.depth > bound.depth or tree.total_tokens > bound.total_tokens:
+            wanted = f"top_k = {bound.top_k}, at most depth = {bound.depth} and total_tokens = {bound.total_tokens}"
             raise misfit("tree", wanted, tree)
         layout, views = buffer_layout(self.cfg, tree), {}
         for name in BLANK:
@@ -157,12 +158,12 @@ class Buffers:
         except TypeError as error:
             raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
         slots, width = self.new_tokens.shape
-        most = self.cfg.tree.new_tokens_width
+        largest = self.cfg.tree.new_tokens_width
         if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
             raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
-            if not 1 <= len(tokens) <= most:
-                raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
+            if not 1 <= len(tokens) <= largest:
+                raise UsageError(f"Slot {slot}: a draft takes 1 to {largest} new tokens, got {len(tokens)}.")
             check_ids(slot, tokens, self.cfg.target_vocab)
             check_room(slot, past, len(tokens), self.cfg)
         inverse, counts, pasts = [-1] * slots, [1] * slots, [0] * slots
@@ -180,12 +181,12 @@ class Buffers:
         ):
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
         # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
-        if not self.num_new.is_inference():
-            self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
+        if (version := tensor_state(self.num_new)[0]) is not None:
+            self.host.update(new=max(map(len, new_tokens), default=0), version=version)
 
     def max_new_tokens(self) -> int:
         """Return the most new tokens of a sequence in the last `set_step`; 0 if ``num_new`` was written since."""
-        is_known = bool(self.host) and self.host["version"] == self.num_new._version
+        is_known = bool(self.host) and self.host["version"] == tensor_state(self.num_new)[0]
         return self.host["new"] if is_known else 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModelError, UsageError, explain_fields, misfit
+from ..errors import UnsupportedModelError, UsageError, explain_fields, explain_unknown, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from .weights import HeadWeights
 
@@ -93,7 +93,7 @@ class DrafterConfig:
             object.__setattr__(self, name, int(value))
         eps: Any = self.norm_eps
         taps, window = self.tap_norms, self.sliding_window
-        own_width = self.kind == "eagle" or not self.has_fc
+        has_one_tap = self.kind == "eagle" or not self.has_fc
         for field, holds, expected in (
             ("draft_vocab", self.draft_vocab <= self.target_vocab, f"at most target_vocab = {self.target_vocab}"),
             ("norm_eps", isinstance(eps, Real) and 0 <= float(eps) < math.inf, "a number of at least 0"),
@@ -101,7 +101,7 @@ class DrafterConfig:
             ("num_heads", self.num_heads % self.num_kv_heads == 0, f"a multiple of num_kv_heads = {self.num_kv_heads}"),
             ("head_dim", self.head_dim % 2 == 0, "even"),
             ("kind", self.kind in ("eagle3", "eagle"), '"eagle3" or "eagle"'),
-            ("feature_width", not own_width or self.feature_width == self.hidden, f"hidden = {self.hidden} here"),
+            ("feature_width", not has_one_tap or self.feature_width == self.hidden, f"hidden = {self.hidden} here"),
             ("sliding_window", window is None or window >= 1, "at least 1, or None"),
             (
                 "tap_norms",
@@ -113,6 +113,7 @@ class DrafterConfig:
                 raise misfit(field, expected, getattr(self, field))
 
     @classmethod
+    @explain_unknown({})
     def of(
         cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
     ) -> DrafterConfig:

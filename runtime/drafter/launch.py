@@ -7,13 +7,14 @@ which (``backend``), and nothing falls back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice, misfit
+from ..errors import DrafterError, UsageError, check_choice, explain_unknown, misfit
 from ..ops import Launches, Ops, count_launches
 from ..tree import layout_tree
 from .buffers import Buffers, buffer_layout, check_ids, check_room
@@ -43,19 +44,6 @@ from .weights import HeadWeights
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape
 
 _WIDEST_PIECE = 16384
-_HEAD_FIELDS = (
-    "has_fc",
-    "has_fc_bias",
-    "has_qkv_bias",
-    "has_o_bias",
-    "has_mlp_bias",
-    "hidden",
-    "intermediate",
-    "feature_width",
-    "norm_before_residual",
-    "norm_output",
-)
-"""Fields that `DraftHeadShape` has of a `DrafterConfig`."""
 BACKENDS = ("triton", "reference")
 
 DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
@@ -63,6 +51,7 @@ DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
 trees of the active slots into the outputs of these buffers."""
 
 
+@explain_unknown({})
 def launch_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
@@ -137,6 +126,7 @@ def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
         )
 
 
+@explain_unknown({})
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
 
@@ -148,6 +138,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
     return Buffers.allocate(cfg, weights.head, params, shared)
 
 
+@explain_unknown({})
 def prefill_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor],
@@ -263,11 +254,11 @@ def _check_fits(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         )
     device = weights.head.device
     for name, (shape, dtype) in buffer_layout(cfg, bufs.tree).items():
-        found = getattr(bufs, name)
-        if (found.shape, found.dtype, found.device) != (shape, dtype, device) or not found.is_contiguous():
+        tensor = getattr(bufs, name)
+        if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device) or not tensor.is_contiguous():
             raise UsageError(
-                f"{name} must be {dtype} {list(shape)}, contiguous, on {device}; got {found.dtype} {list(found.shape)} "
-                f"with strides {found.stride()} on {found.device}."
+                f"{name} must be {dtype} {list(shape)}, contiguous, on {device}; got {tensor.dtype} "
+                f"{list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}."
             )
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
@@ -314,12 +305,13 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
 
 
 def _head_shape(cfg: DrafterConfig) -> DraftHeadShape:
+    common = {each.name for each in fields(DraftHeadShape)} & {each.name for each in fields(cfg)}
     return DraftHeadShape(
         fused_every_level=cfg.kind == "eagle",
         scaled=cfg.has_fp8,
         attention=cfg.num_heads * cfg.head_dim,
         biases=bias_layout(cfg),
-        **{name: getattr(cfg, name) for name in _HEAD_FIELDS},
+        **{name: getattr(cfg, name) for name in common},
     )
 
 

@@ -216,7 +216,7 @@ def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) ->
 
 
 def _max_tile_rows(cfg: DrafterConfig, name: str) -> int:
-    """Rows of a tile: fp32 accumulators of 128 registers a thread at 256 threads leave room for everything else."""
+    """Return the most rows of a tile: accumulators of 128 registers a thread leave room for everything else."""
     # FP8 activations are pairs, and each chunk's sum comes beside the sum so far.
     columns = block_rows(cfg) * (4 if cfg.has_fp8 else 1)
     return min(256, 32768 // (2 if name == "mlp" else 1) // columns)

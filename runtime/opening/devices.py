@@ -42,10 +42,10 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the float type that ``dtype`` is or names; None for "auto". Raises `UsageError` for any other."""
     if dtype in (None, "auto"):
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES:
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if named not in _DTYPES:
         raise misfit("dtype", f"'auto', {', '.join(map(str, _DTYPES))}", dtype)
-    return found
+    return named
 
 
 def dtype_on_cpu(config: Any) -> torch.dtype | str:
@@ -83,8 +83,8 @@ def cpu_instructions() -> frozenset[str]:
 
 def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the free memory in bytes: the machine's, or less under the limit of its control group."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)
-    free = int(found[1]) * 1024 if found else 0
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)
+    free = int(available[1]) * 1024 if available else 0
     limit, used = _read(group / "memory.max").strip(), re.search(r"^anon (\d+)", _read(group / "memory.stat"), re.M)
     return min(free, int(limit) - int(used[1])) if limit.isdigit() and used else free
 

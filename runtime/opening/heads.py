@@ -112,9 +112,8 @@ def open_head(
         tap_layers: decoder layers of the target whose inputs the head reads, where its files do not say so.
         d2t_form: "offset" or "absolute", where the values of ``d2t`` do not tell (`eagle_slim.convert.open_head`).
 
-    Raises:
-        UsageError: tap layers or a form for a converted head, whose manifest settles both, or for an opened one.
-        ConvertError: the head cannot be had, is damaged, or is of a kind that is not drafted with.
+    Raises `UsageError` for options of a head that settles them itself; `ConvertError` for one that cannot be had, is
+    damaged, or is of a kind that is not drafted with.
     """
     if not isinstance(offline, bool):
         raise misfit("offline", "True or False", offline)

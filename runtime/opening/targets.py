@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from torch import nn
 
 from ..errors import UsageError, check_choice, explain_unknown, misfit
@@ -35,18 +34,11 @@ class OpenedTarget:
     offline: bool = False
     form: Fp8Form | None = None
     """The form of weights in FP8; None for any other weights."""
+    name: str | None = None
+    """Repository, or name of the folder, for reports; None: as the head says."""
 
     def __str__(self) -> str:
         return type(self.model).__name__ if self.model is not None else str(self.location)
-
-    @property
-    def repository(self) -> str | None:
-        """Repository, or the name of a folder; None for a loaded model."""
-        if self.model is not None:
-            return None
-        if self.location == embedded_target_folder():
-            return EMBEDDED_TARGET_REPO
-        return Path(self.location).resolve().name if Path(self.location).is_dir() else str(self.location)
 
     def load(self) -> nn.Module:
         """Load the weights, unless they are. Raises as `load_target` does."""
@@ -80,10 +72,9 @@ def open_target(
         target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or "auto":
             fused on a GPU where the model is exactly of a class that it knows.
 
-    Raises:
-        UsageError: an option that cannot be, or that a loaded target does not have; no such folder.
-        TargetError: no configuration can be had, or it names weights that cannot run here.
-        UnsupportedModelError: a loaded model that cannot verify trees.
+    Raises `UsageError` for an option that cannot be or that a loaded target does not have, and where no such folder is;
+    `TargetError` without a configuration, and for weights that cannot run here; `UnsupportedModelError` for a loaded
+    model that cannot verify trees.
     """
     if transformers.__version__.startswith("4."):
         raise UsageError(
@@ -101,7 +92,8 @@ def open_target(
     location = given_target(target, offline, revision)
     config = load_target_config(location, revision, offline)
     form = choose_form(location, config, target_weights, wanted, place, revision, offline)
-    return OpenedTarget(config, place, wanted, target_backend, None, location, revision, offline, form)
+    name = Path(target).resolve().name if Path(target).is_dir() else str(target)
+    return OpenedTarget(config, place, wanted, target_backend, None, location, revision, offline, form, name)
 
 
 def read_place(

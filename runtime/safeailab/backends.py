@@ -15,20 +15,23 @@ from ..drafter.dimensions import DrafterConfig
 from ..drafter.drafter import CHOICES
 from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packing import Weights
-from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, misfit
+from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, explain_unknown, misfit
 from ..model import SpeculativeModel
 from ..settings import TreeConfig
 from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
-MOST_KEPT = 4
+_NO_OPTIONS = {"fallback", "overwrite", "use_triton_drafter"}
+"""Options of other drafters, which the table of names has."""
+MAX_KEPT = 4
 """Drafters that are kept with a model: those used last."""
 _registered: dict[str, dict[str, Any]] = {}
 
 
+@explain_unknown({})
 def register_triton_backend(
-    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto", **unknown: Any
+    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto"
 ) -> None:
     """Register a drafting backend for `frontier_generate`, under any name but "reference".
 
@@ -37,8 +40,6 @@ def register_triton_backend(
     Raises `UsageError` for a name that is taken by something else (`unregister_backend`) or no name at all, what cannot
     be called, weights beside a function, and any other option.
     """
-    if unknown:
-        raise _no_option(next(iter(unknown)))
     if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
         raise misfit("name", "neither empty nor that of a built-in backend", name)
     check_choice("draft_weights", draft_weights, CHOICES)
@@ -111,10 +112,6 @@ def frontier_generate(
     return _generate(model, input_ids, how, head, draft_vocab, tree, options)
 
 
-def _no_option(name: str) -> UsageError:
-    return UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
-
-
 def _generate(
     model: Any,
     input_ids: Any,
@@ -124,8 +121,11 @@ def _generate(
     tree: TreeConfig | None,
     options: dict[str, Any],
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
-    if "fallback" in options:
-        raise _no_option("fallback")
+    for name in _NO_OPTIONS & options.keys():
+        raise UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
+    if isinstance(options.get("top_k"), float) and options["top_k"] == 0:
+        # Off, as upstream's default says it.
+        options["top_k"] = 0
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
         if options.get("top_p") == 0:
@@ -202,7 +202,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     # Objects by identity: they are kept alive here, so that none takes another's place.
     by_value = str | int | Path | TreeConfig
     key = tuple((name, each if isinstance(each, by_value) else id(each)) for name, each in given.items())
-    return recall(kept[place], key, MOST_KEPT, lambda: (build(**given), given))[0]
+    return recall(kept[place], key, MAX_KEPT, lambda: (build(**given), given))[0]
 
 
 def _place(model: Any) -> tuple[Any, ...]:

@@ -90,11 +90,11 @@ class LayerPatch:
                 f"hold and input_ids [1, seq] of all and the next: with {self.length} in stable_kv, got "
                 f"{tuple(hidden_states.shape)} and {tuple(input_ids.shape)}. Call reset_kv() when a new prompt begins."
             )
-        weight, own = self.layer.embed_tokens.weight, self.head.embedding
-        if (weight.device, weight.dtype) != (own.device, own.dtype):
+        weight, embedding = self.layer.embed_tokens.weight, self.head.embedding
+        if (weight.device, weight.dtype) != (embedding.device, embedding.dtype):
             raise DrafterError(
-                f"The model was moved after it was patched: to {weight.dtype} on {weight.device}, from {own.dtype} on "
-                f"{own.device}. Unpatch it, move it, and patch it again."
+                f"The model was moved after it was patched: to {weight.dtype} on {weight.device}, from "
+                f"{embedding.dtype} on {embedding.device}. Unpatch it, move it, and patch it again."
             )
         if self.kind == "eagle" and head is not self.lm_head:
             raise UsageError(
@@ -169,9 +169,9 @@ class LayerPatch:
     def _draft(self) -> None:
         self.drafter.draft()
         bufs = self.bufs
-        parts = (self.drafter.error, bufs.num_leaves, bufs.tree_position_ids, bufs.retrieve_indices, bufs.tree_mask)
+        tensors = (self.drafter.error, bufs.num_leaves, bufs.tree_position_ids, bufs.retrieve_indices, bufs.tree_mask)
         # In a graph's own memory, where a replay writes it again.
-        self._packed_tree = torch.cat([part.flatten().to(self.head.device, torch.int16) for part in parts])
+        self._packed_tree = torch.cat([each.flatten().to(self.head.device, torch.int16) for each in tensors])
 
     def _read_tree(self, sampling: bool) -> UpstreamTree:
         """Wait for the last draft and return it, by one copy; ``sampling`` as in `DraftTree.to_upstream`."""

@@ -106,13 +106,13 @@ def _unfit_reason(model: Any) -> str | None:
     if base.config.hidden_act != "silu":
         return f"its activation is {base.config.hidden_act}, not silu"
     # Modules are those of the base model's own file, in every layer the same.
-    own, eps = type(base).__module__, base.config.rms_norm_eps
+    base_file, eps = type(base).__module__, base.config.rms_norm_eps
     for path, module in base.named_modules():
-        file, found = type(module).__module__, getattr(module, "variance_epsilon", eps)
-        if file != own and type(module) not in _PLAIN and not file.startswith("transformers."):
+        file, module_eps = type(module).__module__, getattr(module, "variance_epsilon", eps)
+        if file != base_file and type(module) not in _PLAIN and not file.startswith("transformers."):
             return f"{path} is a {type(module).__qualname__} of {file}"
-        if found != eps:
-            return f"{path}.variance_epsilon is {found}, and its configuration gives {eps}"
+        if module_eps != eps:
+            return f"{path}.variance_epsilon is {module_eps}, and its configuration gives {eps}"
     return unfit_head_dim(base.model.layers[0].self_attn.head_dim) or unfit_modules(base)
 
 
@@ -125,5 +125,5 @@ def _rotary(base: Any) -> Any:
     module = _rotary_module(base)
     if hasattr(module, "attention_scaling"):
         return module
-    found = rotary_of(module, base.lm_head.weight.device)
-    return SimpleNamespace(inv_freq=found.inverse_frequencies, attention_scaling=found.scaling)
+    rotary = rotary_of(module, base.lm_head.weight.device)
+    return SimpleNamespace(inv_freq=rotary.inverse_frequencies, attention_scaling=rotary.scaling)

@@ -11,7 +11,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..drafter.drafter import check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
-from ..errors import UsageError
+from ..errors import UsageError, explain_unknown
 from .drafting import LayerPatch
 from .reading import check_ea_model, is_ea_model, read_head, tree_of
 from .rebind import is_rebound, restore
@@ -19,6 +19,7 @@ from .step import StepPatch, step_of
 from .vocabulary import choose_ids
 
 
+@explain_unknown({})
 def patch_ea_model_with_triton_drafter(
     model: Any,
     draft_vocab: int | DraftVocab | str | Path | None = None,
@@ -81,6 +82,7 @@ def patch_ea_model_with_triton_drafter(
     return model
 
 
+@explain_unknown({})
 def patch_eagle_model(
     model: Any,
     draft_vocab: int | DraftVocab | str | Path | None = None,

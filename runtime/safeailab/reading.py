@@ -41,10 +41,10 @@ def check_ea_model(model: Any) -> None:
             f"{type(layer).__name__} has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) "
             "have. docs/upstream.md names the versions that are known to work."
         )
-    places = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(places) > 1:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
         raise UnsupportedModelError(
-            f"This EaModel lies on {', '.join(places)}. The persistent drafter and the step's kernels run on one "
+            f"This EaModel lies on {', '.join(devices)}. The persistent drafter and the step's kernels run on one "
             'device: load it with device_map="cuda:0", or leave it as it is.'
         )
 

@@ -15,20 +15,20 @@ _OWN = "_eagle_slim_own_class"
 
 def rebind(target: object, members: Mapping[str, Any]) -> None:
     """Put ``members`` (functions, properties) in front of those of the object's class."""
-    own = type(target)
+    original = type(target)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return (_new, (own,), *own.__reduce_ex__(self, max(2, int(protocol)))[2:])
+        return (_new, (original,), *original.__reduce_ex__(self, max(2, int(protocol)))[2:])
 
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    body = {**names, "__reduce_ex__": reduce, **members, _OWN: own}
-    metaclass: Any = type(own)
-    target.__class__ = metaclass(own.__name__, (own,), body)
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    body = {**names, "__reduce_ex__": reduce, **members, _OWN: original}
+    metaclass: Any = type(original)
+    target.__class__ = metaclass(original.__name__, (original,), body)
 
 
-def _new(own: Any) -> Any:
+def _new(original: Any) -> Any:
     # Not copyreg's, for which pickle asks that the object be of this class.
-    return own.__new__(own)
+    return original.__new__(original)
 
 
 def restore(target: object) -> None:

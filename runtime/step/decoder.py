@@ -43,35 +43,32 @@ _TIMED = 3
 
 
 class Decoder:
-    """Runs steps and prompts of ``cache.num_slots`` sequences of up to ``cache.capacity`` rows each.
+    """Runs prompts and steps of all ``slots``, which verify ``drafts``.
 
-    ``slots``, ``drafts``: the state, and what its steps verify. ``waits``: whether the target's forward cannot be held
-    by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
-    ``revise``: as in `StepPhases`.
+    ``waits``: whether the target's forward cannot be held by a graph. ``pool``: memory that the graphs share with those
+    of other decoders; None is a pool of its own. ``revise``: as in `StepPhases`.
     """
 
     def __init__(
         self,
-        target: Target,
-        cache: KVCache,
         slots: Slots,
         drafts: Drafts,
         waits: bool = False,
         pool: GraphPool | None = None,
         revise: Revision | None = None,
     ) -> None:
-        device = target.device
-        self.target, self.cache, self.slots, self.drafts, self.waits = target, cache, slots, drafts, waits
-        self.num_slots = cache.num_slots
+        self.slots, self.drafts, self.waits = slots, drafts, waits
+        self.target, self.cache, self.num_slots = slots.target, slots.cache, slots.cache.num_slots
+        device = self.target.device
         self.ops = Ops.for_device(device)
         self.checks = Checks(device, slots.state, slots.entering) if is_set("EAGLE_SLIM_CHECK") else None
         """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
         own_pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
         self.graphs = Graphs(own_pool, slots.hidden)
         nodes = 1 if drafts.tree is None else drafts.tree.total_tokens
-        choice = TokenChoice(self.ops, slots.choice, target.vocab_size, nodes)
-        self.steps = StepPhases(target, cache, slots, drafts, choice, waits=waits, checks=self.checks, revise=revise)
-        self.prompts = Prefill(target, cache, slots, drafts, choice, self.graphs, waits=waits)
+        choice = TokenChoice(self.ops, slots.choice, self.target.vocab_size, nodes)
+        self.steps = StepPhases(slots, drafts, choice, waits=waits, checks=self.checks, revise=revise)
+        self.prompts = Prefill(slots, drafts, choice, self.graphs, waits)
         self._max_waiting = 1
         """Most tokens of a slot that its drafter has not taken."""
 
@@ -86,8 +83,8 @@ class Decoder:
         revise: Revision | None = None,
     ) -> Decoder:
         """Build a decoder whose steps verify a drafter's trees; None decodes plainly."""
-        slots = Slots.of_drafter(target, cache, drafter)
-        return cls(target, cache, slots, DrafterTrees(target, cache, slots, drafter), waits, pool, revise)
+        slots = Slots.allocate(target, cache, drafter)
+        return cls(slots, DrafterTrees(slots, drafter), waits, pool, revise)
 
     @property
     def state(self) -> SlotState:
@@ -98,11 +95,6 @@ class Decoder:
     def tree(self) -> TreeConfig | None:
         """The largest of its trees, and the shape of its steps where none is chosen; None decodes plainly."""
         return self.drafts.tree
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether phases are replayed from graphs, where they can be captured."""
-        return self.graphs.can_capture
 
     def clear_(self) -> None:
         """Empty all slots."""
@@ -125,10 +117,6 @@ class Decoder:
         state.max_generated.fill_(1 << 30)
         state.running[:num_active] = 1
         self.ops(list_active)(state)
-
-    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
-        """Run the prompt in ``slots.box`` into its slot, ``num_tokens`` of it, and choose its first new token."""
-        self.prompts.enter(num_tokens, rules, host)
 
     def step(
         self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
@@ -155,7 +143,7 @@ class Decoder:
 
     def is_ready(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
         """Return whether a step can run without being captured first; arguments as in `step`."""
-        is_whole = self.has_graphs and not self.waits and not self.drafts.waits
+        is_whole = self.graphs.can_capture and not self.waits and not self.drafts.waits
         return not is_whole or self.graphs.get(("step", tree, self.batch_for(num_active)), rules) is not None
 
     def batch_for(self, num_active: int) -> int:
@@ -204,7 +192,7 @@ class Decoder:
 
         All slots must be empty.
         """
-        if not self.has_graphs:
+        if not self.graphs.can_capture:
             return WarmUp()
         groups: dict[GraphKey, Phase] = {}
         for batch in buckets_up_to(num_active):

@@ -237,7 +237,7 @@ class Decoders:
             decoder.clear_()
             trees = trees if partial is None else [decoder.tree]
             warm_up = decoder.warm_up(rules, num_slots, trees)
-            if len(trees) > 1 and decoder.has_graphs:
+            if len(trees) > 1 and decoder.graphs.can_capture:
                 self._time_shapes(decoder, num_slots, max_tokens // 2, trees, rules)
         return replace(warm_up, cache_bytes=self.cache_bytes)
 

@@ -11,12 +11,10 @@ from torch import Tensor
 from ..drafter.drafter import BufferedDrafter, barriers_of, bound_of
 from ..errors import UsageError
 from ..settings import TreeConfig
-from ..target.cache import KVCache, Target
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows
 from ..tree import Trees
 from .kernels.choice_kernels import ChoiceRules
-from .kernels.slot_state import SlotState
 from .shapes import shapes_up_to
 from .slots import Slots
 
@@ -28,10 +26,8 @@ class TreeBuffers:
     root alone is plain decoding. Raises `UsageError` for a tree too deep for the attention.
     """
 
-    def __init__(
-        self, target: Target, cache: KVCache, state: SlotState, drafter: BufferedDrafter | None, nodes: int
-    ) -> None:
-        slots, device = cache.num_slots, target.device
+    def __init__(self, slots: Slots, drafter: BufferedDrafter | None, nodes: int) -> None:
+        target, cache, state = slots.target, slots.cache, slots.state
         self.state, self.drafter = state, drafter
         self.nodes = nodes if drafter is None else drafter.tree.total_tokens
         self.longest = nodes if drafter is None else drafter.tree.path_width
@@ -41,7 +37,7 @@ class TreeBuffers:
         self.mask = None if drafter is None else drafter.bufs.tree_mask
         """As `tree.DraftTree.tree_mask`; None for chains."""
         if drafter is None:
-            node = torch.arange(nodes, device=device).expand(slots, -1).contiguous()
+            node = torch.arange(nodes, device=target.device).expand(cache.num_slots, -1).contiguous()
             written = torch.zeros_like(node), node - 1, node
         else:
             written = drafter.bufs.draft_tokens, drafter.bufs.parents, drafter.bufs.tree_position_ids
@@ -51,8 +47,8 @@ class TreeBuffers:
                 f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1, --draft-top-k 1)."
             )
         self.trees = Trees(state.active_slots, state.active_count, *written)
-        self.bufs = target.new_buffers(slots, self.nodes, slots * self.nodes, cache.capacity)
-        self.choices = torch.zeros((slots, self.nodes), dtype=torch.int32, device=device)
+        self.bufs = target.new_buffers(cache.num_slots, self.nodes, cache.num_slots * self.nodes, cache.capacity)
+        self.choices = torch.zeros((cache.num_slots, self.nodes), dtype=torch.int32, device=target.device)
         """[batch, nodes]: the target's next token after each node."""
         self._rows: dict[int, ForwardRows] = {}
 
@@ -105,9 +101,8 @@ class Drafts(ABC):
 class DrafterTrees(Drafts):
     """Trees of a drafter, of its own shape and of smaller ones; without a drafter, plain steps. See `Drafts`."""
 
-    def __init__(self, target: Target, cache: KVCache, slots: Slots, drafter: BufferedDrafter | None) -> None:
-        self._target, self._cache, self._state = target, cache, slots.state
-        self.drafter = drafter
+    def __init__(self, slots: Slots, drafter: BufferedDrafter | None) -> None:
+        self._slots, self.drafter = slots, drafter
         self.tree = None if drafter is None else drafter.tree
         self.waits = drafter is not None and drafter.waits
         self._drafters = {} if drafter is None else {drafter.tree.top_k: drafter}
@@ -120,7 +115,7 @@ class DrafterTrees(Drafts):
         """See `Drafts.buffers`."""
         if tree not in self._buffers:
             drafter = None if tree is None else self._drafter_of(tree)
-            self._buffers[tree] = TreeBuffers(self._target, self._cache, self._state, drafter, 1)
+            self._buffers[tree] = TreeBuffers(self._slots, drafter, 1)
         return self._buffers[tree]
 
     def _drafter_of(self, tree: TreeConfig) -> BufferedDrafter:

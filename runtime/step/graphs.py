@@ -6,6 +6,7 @@ that waits for the host stays outside of graphs. Without a GPU, and where ranges
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ MAX_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
 Work: TypeAlias = Callable[[], None]
 GraphKey: TypeAlias = tuple[object, ...]
+_LOG = logging.getLogger(__name__)
 KeptKey = TypeVar("KeptKey")
 Kept = TypeVar("Kept")
 
@@ -164,6 +166,7 @@ class Graphs:
 
     def practise(self, runs: Iterable[Work]) -> None:
         """Run work over no slots, to compile kernels and create handles, which a capture cannot."""
+        _LOG.info("compiling kernels and capturing CUDA graphs; the first time on a machine takes longest")
         with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()

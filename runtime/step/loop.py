@@ -141,7 +141,7 @@ class GenerationLoop:
             self._upload(decoder.slots.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:
             self._upload(decoder.slots.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
-        decoder.enter(len(prompt) - first, self.rules, self.host)
+        decoder.prompts.enter(len(prompt) - first, self.rules, self.host)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
         """Copy from the host without waiting; pinned memory is not reused before the copy is done."""

@@ -35,7 +35,7 @@ from .slots import Slots
 class PartialChains(Drafts):
     """Chains of tokens that steps over a part of the cache accepted. See `Drafts`.
 
-    ``slots``: of the passes over the whole ``cache``. ``revise``: as in `StepPhases`, of the steps over the part.
+    ``slots``: of the passes over the whole cache. ``revise``: as in `StepPhases`, of the steps over the part.
     """
 
     drafter: BufferedDrafter
@@ -44,8 +44,6 @@ class PartialChains(Drafts):
 
     def __init__(
         self,
-        target: Target,
-        cache: KVCache,
         slots: Slots,
         drafter: BufferedDrafter,
         option: PartialVerification,
@@ -54,18 +52,16 @@ class PartialChains(Drafts):
     ) -> None:
         self.drafter, self.tree, self.waits = drafter, option.chain, waits or drafter.waits
         self._slots, self._num_steps = slots, option.num_steps
-        num_slots, nodes, state = cache.num_slots, self.tree.total_tokens, slots.state
+        target, num_slots, nodes = slots.target, slots.cache.num_slots, self.tree.total_tokens
         # Whatever a chain holds, one step more may be accepted, and a tree verified after it.
         room = option.num_steps * drafter.tree.path_width + drafter.tree.total_tokens + 1
-        self.part = ShortCache(target, cache, option.num_blocks, room, nodes)
-        partial = Slots.of_drafter(target, self.part.cache, drafter)
+        self.part = ShortCache(target, slots.cache, option.num_blocks, room, nodes)
+        partial = Slots.allocate(target, self.part.cache, drafter)
         # Numbers, keys and barred ids are those of the call.
         choice = slots.choice._replace(num_generated=partial.state.num_generated, seen=partial.choice.seen)
         self._partial_state, self._partial_seen, self._partial_tree = partial.state, choice.seen, drafter.tree
-        trees = DrafterTrees(target, self.part.cache, partial, drafter)
+        trees = DrafterTrees(partial, drafter)
         self._phases = StepPhases(
-            target,
-            self.part.cache,
             partial,
             trees,
             TokenChoice(Ops.for_device(target.device), choice, target.vocab_size, drafter.tree.total_tokens),
@@ -88,7 +84,7 @@ class PartialChains(Drafts):
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.
         self._queries = zeros(num_slots * nodes, layers, width, dtype=target.dtype)
         self.prompt_queries = zeros(ROWS, layers, width, dtype=target.dtype)
-        self._buffers = TreeBuffers(target, cache, state, None, nodes)
+        self._buffers = TreeBuffers(slots, None, nodes)
         self._buffers.bufs.queries = self._queries
 
     def buffers(self, tree: TreeConfig | None) -> TreeBuffers:
@@ -164,7 +160,6 @@ def partial_decoder(
     pool: GraphPool | None = None,
 ) -> Decoder:
     """Build a decoder whose full passes verify `PartialChains`."""
-    slots = Slots.of_chains(target, cache, drafter, option.chain)
-    chains = PartialChains(target, cache, slots, drafter, option, waits)
-    revise = chains.accept_chains if option.mode == "lossy" else None
-    return Decoder(target, cache, slots, chains, waits, pool, revise)
+    slots = Slots.allocate(target, cache, drafter, option.chain)
+    chains = PartialChains(slots, drafter, option, waits)
+    return Decoder(slots, chains, waits, pool, chains.accept_chains if option.mode == "lossy" else None)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..ops import Ops
 from ..settings import TreeConfig
-from ..target.cache import KVCache, Target
 from ..target.kernels.tree_rows import tree_rows
 from ..tree import Trees
 from .checks import Checks
@@ -26,7 +25,7 @@ Revision: TypeAlias = Callable[[Trees, Tensor], None]
 
 
 class StepPhases:
-    """Makes the phases of steps over a cache.
+    """Makes the phases of steps.
 
     ``waits``: whether the target's forward waits for the host. ``offsets`` int32 [slots]: a new row's position minus
     its cache row; None where they are the same. ``checks``: rules of ``EAGLE_SLIM_CHECK``, checked after each phase.
@@ -35,8 +34,6 @@ class StepPhases:
 
     def __init__(
         self,
-        target: Target,
-        cache: KVCache,
         slots: Slots,
         drafts: Drafts,
         choice: TokenChoice,
@@ -46,10 +43,10 @@ class StepPhases:
         checks: Checks | None = None,
         revise: Revision | None = None,
     ) -> None:
-        self._target, self._cache, self._slots, self._drafts, self._choice = target, cache, slots, drafts, choice
+        self._slots, self._drafts, self._choice = slots, drafts, choice
         self._waits, self._offsets, self._checks, self.revise = waits, offsets, checks, revise
-        self._ops = Ops.for_device(target.device)
-        self._first_row = torch.zeros(1, dtype=torch.int32, device=target.device)
+        self._ops = Ops.for_device(slots.target.device)
+        self._first_row = torch.zeros(1, dtype=torch.int32, device=slots.target.device)
 
     def of(
         self, batch: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
@@ -70,14 +67,14 @@ class StepPhases:
         def draft() -> None:
             drafts.draft(trees, batch, rules)
             if checks is not None and trees.mask is not None:
-                checks.check_draft(trees.trees, trees.mask, self._target.vocab_size)
+                checks.check_draft(trees.trees, trees.mask, slots.target.vocab_size)
 
         def verify() -> None:
             ops(tree_rows)(trees.trees, rows)
             if self._offsets is not None:
                 at = rows.attention.slots.clamp(min=0).long()
                 rows.positions.view(batch, nodes).add_(self._offsets[at][:, None])
-            self._target.forward(rows, self._cache, bufs)
+            slots.target.forward(rows, slots.cache, bufs)
             if checks is not None:
                 checks.check_verify(rows, bufs, trees.trees)
 
@@ -90,7 +87,7 @@ class StepPhases:
                 checks.check_accept(choices, trees.trees)
 
         def commit() -> None:
-            for keys, values in self._cache.stacks:
+            for keys, values in slots.cache.stacks:
                 ops(commit_kv)(state, keys, values)
             if slots.features is not None:
                 ops(commit_features)(state, bufs.features, nodes, self._first_row, slots.features)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ..ops import Ops
-from ..target.cache import KVCache, Target
 from ..tree import Trees
 from .choice import HostChoice, TokenChoice
 from .drafts import Drafts
@@ -27,22 +25,10 @@ LARGEST_EAGER_CHUNK = 1024
 class Prefill:
     """Runs the prompt in ``slots.box`` into its slot; arguments as in `decoder.Decoder`."""
 
-    def __init__(
-        self,
-        target: Target,
-        cache: KVCache,
-        slots: Slots,
-        drafts: Drafts,
-        choice: TokenChoice,
-        graphs: Graphs,
-        *,
-        waits: bool = False,
-    ) -> None:
-        self._target, self._cache, self._slots, self._drafts = target, cache, slots, drafts
-        self._choice, self._graphs, self._waits = choice, graphs, waits
-        self._ops = Ops.for_device(target.device)
-        entering = slots.entering
-        root = torch.full((cache.num_slots, 1), -1, dtype=torch.int64, device=target.device)
+    def __init__(self, slots: Slots, drafts: Drafts, choice: TokenChoice, graphs: Graphs, waits: bool) -> None:
+        self._slots, self._drafts, self._choice, self._graphs, self._waits = slots, drafts, choice, graphs, waits
+        self._ops, entering = Ops.for_device(slots.target.device), slots.entering
+        root = torch.full((slots.cache.num_slots, 1), -1, dtype=torch.int64, device=slots.target.device)
         self._roots = Trees(entering.active_slots, entering.active_count, root, root, torch.zeros_like(root))
         self._chunks: dict[int, _Chunk] = {}
 
@@ -75,7 +61,7 @@ class Prefill:
 
         def verify() -> None:
             ops(chunk_rows)(slots.box, rows)
-            self._target.forward(rows.forward, self._cache, bufs, rows.last_row)
+            slots.target.forward(rows.forward, slots.cache, bufs, rows.last_row)
 
         def prefill() -> None:
             if drafter is not None:
@@ -105,7 +91,7 @@ class Prefill:
 
     def _new_chunk(self, nodes: int) -> _Chunk:
         """Allocate a chunk's buffers, kept where few sizes occur."""
-        chunk = _Chunk(self._target, nodes, self._slots.state.lengths, self._cache.capacity)
+        chunk = _Chunk(self._slots, nodes)
         chunk.bufs.queries = self._drafts.prompt_queries
         if self._ops.use_kernels:
             self._chunks[nodes] = chunk
@@ -115,7 +101,7 @@ class Prefill:
 class _Chunk:
     """Buffers of one prompt chunk of ``nodes`` rows."""
 
-    def __init__(self, target: Target, nodes: int, lengths: Tensor, capacity: int) -> None:
-        self.rows = ChunkRows.allocate(nodes, lengths)
-        self.bufs = target.new_buffers(1, nodes, 1, capacity)
-        self.choice = torch.zeros((1, 1), dtype=torch.int32, device=target.device)
+    def __init__(self, slots: Slots, nodes: int) -> None:
+        self.rows = ChunkRows.allocate(nodes, slots.state.lengths)
+        self.bufs = slots.target.new_buffers(1, nodes, 1, slots.cache.capacity)
+        self.choice = torch.zeros((1, 1), dtype=torch.int32, device=slots.target.device)

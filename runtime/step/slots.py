@@ -1,4 +1,4 @@
-"""Tensors that tell where each slot of a decoder stands between two steps; graphs hold their addresses."""
+"""A target over a cache, and the state of all its slots between two steps; graphs hold its addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter
-from ..settings import TreeConfig
+from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import KVCache, Target
 from .kernels.choice_kernels import ChoiceState
 from .kernels.prompt_chunks import MAX_EOS, PromptBox
@@ -20,8 +20,10 @@ _INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", 
 
 @dataclass(frozen=True)
 class Slots:
-    """State of all slots, of the choice of their tokens, and of the prompt that enters one of them."""
+    """A target, its cache, and what its slots, the choice of their tokens, and an entering prompt are at."""
 
+    target: Target
+    cache: KVCache
     state: SlotState
     entering: SlotState
     """The same slots with lists and a record of their own: a prompt's last chunk is accepted alone, beside slots that
@@ -32,35 +34,28 @@ class Slots:
     """[slots, steps, feature_width] of the last step's tokens, as the next draft takes them; None decodes plainly."""
 
     @classmethod
-    def of_drafter(cls, target: Target, cache: KVCache, drafter: BufferedDrafter | None) -> Slots:
-        """Allocate for steps over a drafter's trees, which reads its inputs where they lie; None decodes plainly."""
-        if drafter is None:
-            return cls._of(target, cache, SlotState.allocate(cache.num_slots, MAX_EOS, target.device), None)
-        shared = {name: getattr(drafter.bufs, name) for name in _INPUTS}
-        width = drafter.tree.new_tokens_width
-        state = SlotState.allocate(cache.num_slots, MAX_EOS, target.device, width, **shared)
-        return cls._of(target, cache, state, drafter.features)
+    def allocate(
+        cls, target: Target, cache: KVCache, drafter: BufferedDrafter | None, chain: TreeConfig | None = None
+    ) -> Slots:
+        """Allocate for steps over a drafter's trees, which reads its inputs where they lie; None decodes plainly.
 
-    @classmethod
-    def of_chains(cls, target: Target, cache: KVCache, drafter: BufferedDrafter, chain: TreeConfig) -> Slots:
-        """Allocate for steps over chains, with tensors apart from those that ``drafter`` reads."""
-        state = SlotState.allocate(cache.num_slots, MAX_EOS, target.device, chain.new_tokens_width)
-        features = drafter.features.new_zeros((*state.new_tokens.shape, drafter.features.shape[2]))
-        return cls._of(target, cache, state, features)
-
-    @classmethod
-    def _of(cls, target: Target, cache: KVCache, state: SlotState, features: Tensor | None) -> Slots:
-        slots, device = cache.num_slots, target.device
-        lists = SlotState.allocate(slots, MAX_EOS, device, state.path.shape[1])
-        entering = state._replace(
-            active_slots=lists.active_slots,
-            active_inverse=lists.active_inverse,
-            active_count=lists.active_count,
-            record=lists.record,
-        )
+        ``chain``: for steps over chains of this shape instead, with tensors apart from the drafter's.
+        """
+        slots, device, width = cache.num_slots, target.device, MAX_NEW_TOKENS
+        features, shared = None, dict[str, Tensor]()
+        if drafter is not None and chain is None:
+            width, features = drafter.tree.new_tokens_width, drafter.features
+            shared = {name: getattr(drafter.bufs, name) for name in _INPUTS}
+        elif drafter is not None and chain is not None:
+            width = chain.new_tokens_width
+            features = drafter.features.new_zeros((slots, width, drafter.features.shape[2]))
+        state = SlotState.allocate(slots, MAX_EOS, device, width, **shared)
+        lists = SlotState.allocate(slots, MAX_EOS, device, width)
+        names = ("active_slots", "active_inverse", "active_count", "record")
+        entering = state._replace(**{name: getattr(lists, name) for name in names})
         choice = ChoiceState.allocate(slots, cache.capacity, target.vocab_size, device)
         choice = choice._replace(num_generated=state.num_generated)
-        return cls(state, entering, choice, PromptBox.allocate(cache.capacity, device), features)
+        return cls(target, cache, state, entering, choice, PromptBox.allocate(cache.capacity, device), features)
 
     @property
     def hidden(self) -> Sequence[tuple[Tensor, int]]:

@@ -18,11 +18,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from eagle_slim.vocab_tools.compat import forget_attention
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .cache import ForwardBuffers, KVCache, LayerShape, read_rows
-from .kernels.attention import masked_attention, tree_attention
+from .kernels.attention import AttentionParams, masked_attention, tree_attention
 from .kernels.tree_rows import ForwardRows
 
 ATTENTION_NAME = "eagle_slim_tree"
@@ -189,9 +190,8 @@ class CacheContext:
         places, heads, nodes, head_dim = query.shape
         flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim).to(keys.dtype)
         out = torch.empty_like(flat)
-        tree_attention(
-            flat, keys, values, self.rows.attention, scale, window, out, scratch, softcap=softcap, sinks=sinks
-        )
+        params = AttentionParams(scale, window, softcap, sinks)
+        tree_attention(flat, keys, values, self.rows.attention, params, out, scratch)
         return out.to(query.dtype).view(places, nodes, heads, head_dim).transpose(1, 2)
 
     @cached_property
@@ -231,7 +231,7 @@ def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = Fals
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name stands for transformers' softmax attention; one with a slash is a repository of its kernels."""
+    """Report whether a name is transformers' softmax attention; one with a slash is a repository of its kernels."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     module = str(getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", ""))
@@ -251,11 +251,7 @@ def register(user: object) -> None:
 
 
 def _release(user: int) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     with _USERS_LOCK:
         _USERS.discard(user)
         if not _USERS:
-            # transformers has no function for it.
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                interface._global_mapping.pop(ATTENTION_NAME, None)
+            forget_attention(ATTENTION_NAME)

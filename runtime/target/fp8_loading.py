@@ -158,7 +158,7 @@ class _Loader:
             self.linears |= dict.fromkeys(tensors, replaced)
 
     def _is_fp8(self, name: str) -> bool:
-        """Whether a matrix becomes FP8: of a model in a float type all do, of a published one those stored so."""
+        """Report whether a matrix becomes FP8: all of a model in a float type, of a published one those stored so."""
         is_stored = name in self.checkpoint.names
         return not self._is_published or (is_stored and self.checkpoint.info(name).dtype.startswith("F8"))
 
@@ -167,7 +167,7 @@ class _Loader:
         return next((name for name in names if name in self.checkpoint.names), names[0])
 
     def _is_tied(self) -> bool:
-        """Whether the LM head is the embedding; a stored one must then be equal to it."""
+        """Report whether the LM head is the embedding; a stored one must then be equal to it."""
         if _LM_HEAD in self._rest:
             return False
         embedding, lm_head = map(self.checkpoint.array, (_EMBEDDING, _LM_HEAD))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..ops import Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .fp8 import Fp8Linear, Fp8Weight, Weight
-from .kernels.attention import tree_attention
+from .kernels.attention import AttentionParams, tree_attention
 from .kernels.products import (
     HeadRows,
     Norm,
@@ -153,11 +153,9 @@ class FusedTarget(Target):
                 bufs.query,
                 *cache.layers[index],
                 rows.attention,
-                self.scale,
-                layer.window,
+                AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, bufs.attended.dtype)),
                 bufs.attended,
                 bufs.scratch,
-                lift=lift_of(layer.o, bufs.attended.dtype),
             )
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from eagle_slim.vocab_tools.compat import CALLS, compiled_call, forward_hooks, global_hooks, name_attention_
 from torch import Tensor, nn
-from torch.nn.modules import module as module_file
 
 from ..errors import UnsupportedModelError, check_choice
 from .fp8 import Fp8Linear, Weight
@@ -28,22 +28,9 @@ from .fp8 import Fp8Linear, Weight
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FUSED_ON = ("cuda",)
 """Types of devices on which "auto" is the fused forward."""
-CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
-"""Methods that a call of a module goes through."""
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-_ATTRIBUTES = (
-    "layer_idx",
-    "head_dim",
-    "scaling",
-    "num_key_value_groups",
-    "is_causal",
-    "layer_type",
-    "sliding_window",
-    "attention_type",
-    "has_sliding_layers",
-    "variance_epsilon",
-    "max_norm",
-)
+_ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
+_ATTRIBUTES = (*_ATTENTION, "layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
 """Attributes of modules that a forward computes with."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -110,7 +97,7 @@ def unfit_reason(model: nn.Module) -> str | None:
 
 
 def is_of_a_known_family(model: nn.Module) -> bool:
-    """Whether a model, a base class of it or what it wraps is of a family that can be fused."""
+    """Report whether a model, a base class of it or what it wraps is of a family that can be fused."""
     kinds = (kind for module in (model, *model.children()) for kind in type(module).__mro__)
     return any(_family_of(kind) is not None for kind in kinds)
 
@@ -121,7 +108,7 @@ def _family_of(kind: type) -> str | None:
 
 def unfit_modules(model: nn.Module) -> str | None:
     """Return why modules may compute something other than their classes do (a hook, a patch); None if none."""
-    if module_file._global_forward_hooks or module_file._global_forward_pre_hooks:
+    if any(global_hooks()):
         return "a global module hook is registered"
     if any(getattr(F, name) is not function for name, function in _FUNCTIONALS.items()):
         return "a function of torch.nn.functional was replaced"
@@ -130,12 +117,11 @@ def unfit_modules(model: nn.Module) -> str | None:
         # New linears of a resized embedding and slices of a list of layers are so; to them it means nothing.
         if module.training and kind not in (nn.Linear, nn.Embedding, nn.ModuleList):
             return f"{where} is in training mode: call eval()"
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own recorder of hidden states changes nothing.
-            if not isinstance(hook, FunctionType) or hook.__globals__.get("__name__") != _RECORDER:
-                return f"{where} has a forward hook"
+        # transformers' own recorder of hidden states changes nothing.
+        if any(getattr(hook, "__globals__", {}).get("__name__") != _RECORDER for hook in forward_hooks(module)):
+            return f"{where} has a forward hook"
         own = next((name for name in vars(module) if _is_hidden(module, name)), None)
-        if own is not None or module._compiled_call_impl is not None:
+        if own is not None or compiled_call(module) is not None:
             return f"{where} has a {own or 'compiled call'} of its own"
         changed = next((call for call in CALLS if not is_own(kind, call)), None)
         if changed is not None:
@@ -144,7 +130,7 @@ def unfit_modules(model: nn.Module) -> str | None:
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:
-    """Whether an attribute of a module shadows a method of its class with another function."""
+    """Report whether an attribute of a module shadows a method of its class with another function."""
     method, found = getattr(type(module), name, None), vars(module)[name]
     # transformers 4 leaves a method itself on modules whose outputs it has recorded.
     is_same = isinstance(found, MethodType) and found.__self__ is module and found.__func__ is method
@@ -152,7 +138,7 @@ def _is_hidden(module: nn.Module, name: str) -> bool:
 
 
 def is_own(kind: type, name: str) -> bool:
-    """Whether a method is defined in its class's file and decorated by torch and transformers alone."""
+    """Report whether a method is defined in its class's file and decorated by torch and transformers alone."""
     function: Any = getattr(kind, name)
     owner = next(each for each in kind.__mro__ if name in vars(each))
     while hasattr(function, "__wrapped__"):
@@ -165,7 +151,7 @@ def is_own(kind: type, name: str) -> bool:
 def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
     """Return the first difference between a model and a new one of its configuration; None if they agree."""
     own = copy.deepcopy(config)
-    own._attn_implementation = "eager"  # needs no further package
+    name_attention_(own, "eager")  # needs no further package
     with torch.device("meta"):
         expected: nn.Module = kind(own)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -200,7 +186,7 @@ def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
 def _tensors(module: nn.Module) -> dict[str, Weight]:
     if isinstance(module, Fp8Linear):
         return {"weight": module.weight} | ({} if module.bias is None else {"bias": module.bias})
-    return {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
+    return dict(chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
 
 
 def _unfit_config(config: Any, family: str) -> str | None:
@@ -250,7 +236,6 @@ def _unfit_tensors(model: nn.Module) -> str | None:
 
 
 def is_of_a_library(function: Any) -> bool:
-    """Whether a function was written in torch or transformers."""
-    return (
-        isinstance(function, FunctionType) and str(function.__globals__.get("__name__")).partition(".")[0] in LIBRARIES
-    )
+    """Report whether a function was written in torch or transformers."""
+    name = getattr(function, "__globals__", {}).get("__name__")
+    return isinstance(function, FunctionType) and str(name).partition(".")[0] in LIBRARIES

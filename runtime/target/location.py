@@ -68,7 +68,7 @@ def recorded_target(name: str, head_folder: Path) -> Path:
 
 
 def is_draft_head(folder: Path) -> bool:
-    """Whether a folder holds a draft head: an artifact, or a configuration that names an EAGLE class."""
+    """Report whether a folder holds a draft head: an artifact, or a configuration that names an EAGLE class."""
     if (folder / MANIFEST_NAME).is_file():
         return True
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -14,13 +14,10 @@ import functools
 from types import MethodType
 from typing import Any
 
-from eagle_slim.vocab_tools.compat import name_attention_
+from eagle_slim.vocab_tools.compat import OUTPUTS, is_config, name_attention_
 from torch import Tensor, nn
 
-from .watch import is_config
-
 _DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
-_OUTPUTS = ("output_attentions", "_output_attentions", "output_hidden_states")
 
 
 class SharedCopy:
@@ -56,7 +53,7 @@ class SharedCopy:
             self._copies[id(value)] = value, (copied := copy.copy(value))
             settings = {name: self.of(each) for name, each in vars(value).items()}
             # Nothing but logits comes out of our forwards.
-            settings |= {name: False for name in _OUTPUTS if name in settings}
+            settings |= {name: False for name in OUTPUTS if name in settings}
             vars(copied).update(settings, return_dict=True)
             name_attention_(copied, self._attention)
             return copied

@@ -8,30 +8,38 @@ what is written through ``.data`` or by a fused optimiser, which is followed aft
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from eagle_slim.vocab_tools.compat import CALLS, attention_name, global_hooks, tensor_state, unread_attributes
+from eagle_slim.vocab_tools.compat import (
+    CALLS,
+    attention_name,
+    global_hooks,
+    is_config,
+    tensor_state,
+    unread_attributes,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .known import LIBRARIES, is_of_a_library
 
-_LARGEST = 4096
+_LARGEST = 1 << 16
 """Entries of a container, and bytes of an array, up to which a change inside is noticed."""
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
 _OPAQUE = (type, ModuleType, logging.Logger)
+Contents = Callable[[], Mapping[Any, Any]]
 
 
 class Watch:
@@ -43,79 +51,69 @@ class Watch:
         self._types = list(map(type, self._modules))
         self._taken: dict[int, Any] = {}
         """Objects whose contents are compared, by id; kept here, so that no other object gets that id."""
-        self._spaces: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-        """Namespaces as they were, and as they are."""
-        self._reads: list[tuple[list[Any], Callable[[], Iterable[Any]]]] = []
-        """Values of what has no namespace as they were, and their reader."""
-        for each in (*self._modules, *global_hooks()):
+        self._contents: list[tuple[dict[str, Any], Contents]] = []
+        """Contents as they were, and what reads them as they are."""
+        for each in self._modules:
             self._take(each, 0)
         kinds = {base for kind in self._types for base in kind.__mro__ if base is not object}
         for kind in kinds:
-            # Of a library's class what a call goes through may be patched by functions with contents of their own.
-            self._take_space(vars(kind), 0, CALLS if kind.__module__.partition(".")[0] in LIBRARIES else None)
-        for file in (vars(sys.modules[name]) for name in {F.__name__, *(kind.__module__ for kind in kinds)}):
-            names = [name for name, value in file.items() if type(value) is FunctionType]
-            if len(names) > 1:
-                read = functools.partial(itemgetter(*names), file)
-                self._reads.append((list(read()), read))
+            # Of a library's class what a call goes through may be patched by a function with contents of its own.
+            self._compare(partial(vars, kind), _DEEPEST if kind.__module__.partition(".")[0] in LIBRARIES else 0)
+            for name in CALLS:
+                self._take(getattr(kind, name, None), 0)
+        for file in {F.__name__, *(kind.__module__ for kind in kinds)}:
+            self._compare(_reader_of_functions(vars(sys.modules[file])), _DEEPEST)
         configs = [each for each in self._taken.values() if is_config(each)]
-        self._take_read(lambda: [ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs], 0)
+        self._compare(lambda: {id(each): ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs}, 0)
+        self._compare(lambda: {"hooks": global_hooks()}, 0)
 
     def has_changed(self) -> bool:
         """Report whether anything that a forward depends on has changed; waits for no device."""
-        return (
-            list(map(type, self._modules)) != self._types
-            or any(_differ(before, now) and self._differ(before, now) for before, now in self._spaces)
-            or any(_differ(before, list(read())) for before, read in self._reads)
-        )
+        try:
+            return list(map(type, self._modules)) != self._types or any(
+                before != read() and self._read_part(before) != self._read_part(read())
+                for before, read in self._contents
+            )
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            # Something went, or values of a kind that cannot be compared took the place of others.
+            return True
 
     def ignore_written(self) -> None:
         """Ignore what has been written since: after a forward, what it leaves for others (recordings, counts)."""
-        for before, space in self._spaces:
-            before |= {name: _ANY for name, value in space.items() if _differ(before.get(name), value)}
-        for values, read in self._reads:
-            values[:] = [_ANY if _differ(*pair) else pair[0] for pair in zip(values, read(), strict=True)]
+        for before, read in self._contents:
+            for name, value in read().items():
+                with suppress(RuntimeError, TypeError, ValueError):
+                    if before.get(name) == value:
+                        continue
+                before[name] = _ANY
 
-    def _differ(self, before: dict[str, Any], space: Mapping[str, Any]) -> bool:
-        one, other = ({k: each[k] for k in each.keys() - self._unread} for each in (before, space))
-        return _differ(one, other)
+    def _read_part(self, contents: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {name: contents[name] for name in contents.keys() - self._unread}
 
     def _take(self, value: Any, depth: int) -> None:
         """Compare the contents of an object from now on, if it has any."""
-        if isinstance(value, dict):
-            return self._take_space(value, depth)
-        if id(value) in self._taken or depth > _DEEPEST or isinstance(value, _OPAQUE):
-            return None
-        read = _reader(value)
-        space = {} if type(value) is FunctionType and read is None else getattr(value, "__dict__", {})
-        if read is not None or space:
+        read = None if isinstance(value, _OPAQUE) or depth > _DEEPEST else _reader(value)
+        if read is not None and id(value) not in self._taken:
             self._taken[id(value)] = value
-        if read is not None:
-            self._take_read(read, depth)
-        if space:
-            self._take_space(space, depth)
-        return None
+            self._compare(read, depth)
 
-    def _take_space(self, space: Mapping[str, Any], depth: int, names: Iterable[str] | None = None) -> None:
-        """Compare a namespace from now on; contents of its values only of those ``names``, where they are given."""
-        read = set(space if names is None else names) - self._unread
-        before = {name: self._frozen(each, depth) if name in read else each for name, each in space.items()}
-        self._spaces.append((before, space))
-
-    def _take_read(self, read: Callable[[], Iterable[Any]], depth: int) -> None:
-        self._reads.append(([self._frozen(each, depth) for each in read()], read))
+    def _compare(self, read: Contents, depth: int) -> None:
+        self._contents.append((before := dict(read()), read))
+        for name, value in before.items():
+            if name not in self._unread:
+                before[name] = self._frozen(value, depth)
+            elif isinstance(value, Tensor):
+                before[name] = _ANY
 
     def _frozen(self, value: Any, depth: int) -> Any:
         """Return what is equal to a value until it changes; copies containers, so that a change inside is noticed."""
         if isinstance(value, (Tensor, np.ndarray)):
             return _Seen(value)
-        if not isinstance(value, (dict, list, tuple, set)) or len(value) > _LARGEST or depth > _DEEPEST:
-            self._take(value, depth + 1) if not isinstance(value, dict) else None
-            return value
+        if not isinstance(value, (dict, list, tuple)) or len(value) > _LARGEST or depth > _DEEPEST:
+            self._take(value, depth + 1)
+            return set(value) if isinstance(value, set) else value
         if isinstance(value, dict):
             return {key: self._frozen(each, depth + 1) for key, each in value.items()}
-        if isinstance(value, set):
-            return set(value)
         return (tuple if isinstance(value, tuple) else list)(self._frozen(each, depth + 1) for each in value)
 
 
@@ -144,20 +142,6 @@ class _Any:
 _ANY = _Any()
 
 
-def is_config(value: Any) -> bool:
-    """Report whether a value is a configuration that names an attention function."""
-    return hasattr(value, "_attn_implementation") and not isinstance(value, (nn.Module, type))
-
-
-def _differ(before: Any, now: Any) -> bool:
-    """Compare a frozen value with what is there now."""
-    try:
-        return bool(before != now)
-    except (KeyError, RuntimeError, TypeError, ValueError):
-        # Values of a kind that cannot be compared took the place of others.
-        return True
-
-
 def _state(tensor: Any) -> Any:
     if isinstance(tensor, np.ndarray):
         return tensor.shape, tensor.dtype, tensor.tobytes() if tensor.nbytes <= _LARGEST else tensor.ctypes.data
@@ -166,33 +150,39 @@ def _state(tensor: Any) -> Any:
     return *tensor_state(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape
 
 
-def _reader(value: Any) -> Callable[[], Iterable[Any]] | None:
-    """Return what reads the contents of a function that is no library's, a partial, a method or an object's slots."""
-    if isinstance(value, functools.partial):
-        return lambda: (value.func, value.args, value.keywords)
-    if isinstance(value, MethodType):
-        return lambda: (value.__self__, value.__func__)
+def _reader(value: Any) -> Contents | None:
+    """Return what reads the contents of an object; None where it has none, and for a library's function."""
     if isinstance(value, FunctionType):
         if is_of_a_library(value):
             return None
-        names = list(set(_names(value.__code__)) & value.__globals__.keys())
-        return functools.partial(_read_function, value, names)
-    slots = list(chain.from_iterable(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
-    return (lambda: [getattr(value, name, None) for name in slots]) if slots else None
+        names = set(_names(value.__code__)) & value.__globals__.keys()
+        return lambda: _read_function(value, names) | vars(value)
+    if isinstance(value, partial):
+        return lambda: {"call": (value.func, value.args, value.keywords)}
+    if isinstance(value, MethodType):
+        return lambda: {"call": (value.__self__, value.__func__)}
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    if slots:
+        return lambda: {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+    return partial(getattr, value, "__dict__") if hasattr(value, "__dict__") else None
 
 
-def _read_function(function: FunctionType, names: list[str]) -> Iterator[Any]:
-    """Yield all that a function computes with: code, defaults, cells and the globals of some names."""
-    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
+def _reader_of_functions(file: dict[str, Any]) -> Contents:
+    get = itemgetter("__name__", *(name for name, value in file.items() if type(value) is FunctionType))
+    return lambda: {"functions": get(file)}
+
+
+def _read_function(function: FunctionType, names: Iterable[str]) -> dict[str, Any]:
+    """Read all that a function computes with: code, defaults, cells and the globals of some names."""
+    cells = []
     for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not set yet
-            yield None
-    for each in map(function.__globals__.get, names):
-        # Of another file's function no more than which it is.
-        is_foreign = isinstance(each, FunctionType) and each.__module__ != function.__module__
-        yield id(each) if is_foreign else each
+        with suppress(ValueError):  # not set yet
+            cells.append(cell.cell_contents)
+    found = {name: function.__globals__.get(name) for name in names}
+    for name, each in found.items():
+        if isinstance(each, FunctionType) and each.__module__ != function.__module__:
+            found[name] = (each.__code__, id(each))  # of another file's function not what it computes with
+    return found | {"own": (function.__code__, function.__defaults__, function.__kwdefaults__, cells)}
 
 
 def _names(code: CodeType) -> Iterator[str]:

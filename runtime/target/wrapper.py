@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from eagle_slim.vocab_tools.compat import attention_name, is_recurrent, takes_attention
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -34,7 +35,10 @@ from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
 from .shared_copy import SharedCopy
 from .watch import Watch
 
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENDING = {"attention", "full_attention", "sliding_attention"}
+"""Types of layers that attend by softmax and keep nothing else."""
+_PROMPT_ADAPTERS = {"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "SUPERTUNING", "XLORA"}
+"""peft's adapters whose effect on a token depends on other tokens of a forward, or on an argument of ``generate``."""
 _RECURRENT_MARKS = (
     "ssm_cfg",
     "state_size",
@@ -413,11 +417,20 @@ def _problems(model: Any) -> Iterator[str]:
             "has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one that "
             "changes weights, such as LoRA."
         )
+    for kind in _prompt_adapters(model):
+        yield (
+            f"has an adapter that looks at the whole prompt ({kind}), and prompts are run in parts. Use one "
+            "that changes weights, such as LoRA, or take this one out (unload)."
+        )
+    # Whoever else wraps generate changes what a forward of ours does not see.
+    origin = str(getattr(getattr(model, "generate", None), "__module__", None) or "transformers")
+    if origin.partition(".")[0] not in ("transformers", "peft"):
+        yield f"has a generate of its own ({origin}), which ours would leave out. Pass the model without it."
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
-    asked = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
+    asked = (attention_name(getattr(module, "config", None)) for module in model.modules())
     for name in {each for each in asked if isinstance(each, str)}:
         if not attention.is_built_in(name):
             yield (
@@ -430,16 +443,19 @@ def _problems(model: Any) -> Iterator[str]:
         yield f"is an encoder-decoder model. {can}"
     if model.get_output_embeddings() is None:
         yield f"has no LM head (an encoder, or a bare decoder). {can}"
-    is_recurrent = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
-    if is_recurrent or getattr(model, "_is_stateful", False):
+    types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    # A configuration of attention layers alone, as some Granite 4.0 models have, in a class for hybrid ones.
+    attends = bool(types) and types <= _ATTENDING
+    attends = attends and not any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
+    has_marks = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
+    if not attends and (has_marks or is_recurrent(model)):
         yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         yield (
             "is quantised dynamically, so a token's logits depend on what is computed beside it. Load it as it was, or "
             "with its weights quantised only."
         )
-    others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
-    if others:
+    if others := types - _ATTENDING:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
     if is_alibi or not any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim")):
@@ -449,8 +465,23 @@ def _problems(model: Any) -> Iterator[str]:
             "uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static scaling "
             "(linear, yarn, llama3)."
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not takes_attention(model):
         yield f"does not take a registered attention function in this version of transformers. {can}"
+
+
+def _prompt_adapters(model: Any) -> set[str]:
+    """Return the kinds of a model's active adapters that act on more than the token that a forward runs."""
+    adapters, active = getattr(model, "peft_config", None), getattr(model, "active_adapters", None)
+    if not isinstance(adapters, dict):
+        return set()
+    found = set()
+    for name, adapter in adapters.items():
+        kind = str(getattr(adapter, "peft_type", "")).removeprefix("PeftType.")
+        # The active ones of X-LoRA are those that it mixes.
+        if not isinstance(active, list) or name in active or kind == "XLORA":
+            found |= {kind} & _PROMPT_ADAPTERS
+            found |= {"activated LoRA"} if getattr(adapter, "alora_invocation_tokens", None) else set()
+    return found
 
 
 def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:

@@ -68,6 +68,12 @@ def test_variants(
     assert [row["variant"] for row in rows] == ["upstream", "whole"]
     assert not any({"is_equal", "speedup", "pass_ms"} & set(row) for row in rows)
     assert "\nwhole: [" in capsys.readouterr().out
+    theirs = arguments("--base_model_path", "a", "--ea_model_path", "b", "--prompt", "one", "--max_new_tokens", "4")
+    assert (theirs.base_model, theirs.ea_model, theirs.new_tokens, theirs.warmup) == ("a", "b", 4, 0)
+    args = arguments("--runs", "1", "--warmup", "--print_eagle_timers", "--new-tokens", "4", "--compare", "whole")
+    rows = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args)
+    assert [row["variant"] for row in rows] == ["upstream", "whole"]
+    assert "\nwhole: draft " in capsys.readouterr().out
     assert arguments("--compare").compare == arguments().compare == ("drafter", "whole")
     assert safeailab.generate(model, prompts[:1], arguments("--max-length", "9"))["num_passes"] == 1
 

@@ -24,7 +24,7 @@ from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
-from eagle_slim.runtime.target.kernels.attention import AttentionScratch, tree_attention
+from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
@@ -140,7 +140,8 @@ def run_all(compiler: Compiler) -> None:
         out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
         query = torch.zeros(places * nodes, width, **bf16)
         scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], 1024, torch.device("cpu"))
-        tree_attention(query, keys[0], keys[0], attends, 0.1, window, out, scratch, **options)
+        params = AttentionParams(0.1, window, **options)
+        tree_attention(query, keys[0], keys[0], attends, params, out, scratch)
     for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
         multiply(compiler, groups)
     compiler.variant = ""

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
 from eagle_slim.runtime.target.kernels.attention import (
+    AttentionParams,
     AttentionScratch,
     AttentionTiles,
     attention_tiles,
@@ -114,7 +115,8 @@ def check(
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
     found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
-    tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted, None, softcap, sinks)
+    params = AttentionParams(0.3, window, softcap, sinks)
+    tree_attention_ref(qkv, keys, values, rows.attention, params, wanted)
     results = []
     for tiles in SHARED:
         states = num_states(keys.shape[2], tiles) * len(qkv) * heads
@@ -124,7 +126,7 @@ def check(
         found.fill_(float("nan"))
         # A power of two changes no bit.
         lift = 2.0**60 if results and dtype == torch.float32 else 1.0
-        tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, softcap, sinks, lift, tiles)
+        tree_attention(qkv, keys, values, rows.attention, params._replace(lift=lift), found, scratch, tiles)
         results.append(found / lift)
         torch.testing.assert_close(results[-1], wanted, rtol=1e-3, atol=OP_ATOL[dtype])
     for other in results[1:]:

@@ -17,35 +17,35 @@ SIXTEEN = [
     ProductTiles(64, 64, 16, 4, 4),
     ProductTiles(64, 128, 32, 4, 1),
     ProductTiles(128, 64, 64, 8, 3, ahead=256),
-    ProductTiles(128, 64, 128, 8, 3, walks=True),
-    ProductTiles(64, 64, 32, 4, 2, walks=True),
+    ProductTiles(128, 64, 128, 8, 3, sums_all_splits=True),
+    ProductTiles(64, 64, 32, 4, 2, sums_all_splits=True),
     ProductTiles(128, 64, 16, 4, 3),
-    ProductTiles(64, 128, 16, 4, 3, shares=True),
-    ProductTiles(128, 64, 64, 4, 3, shares=True),
-    ProductTiles(128, 64, 128, 8, 3, shares=True, bulk=True),
-    ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
+    ProductTiles(64, 128, 16, 4, 3, cooperative=True),
+    ProductTiles(128, 64, 64, 4, 3, cooperative=True),
+    ProductTiles(128, 64, 128, 8, 3, cooperative=True, tma=True),
+    ProductTiles(128, 64, 256, 8, 4, sums_all_splits=True, tma=True),
 ]
 WALKING, BULK = SIXTEEN[4], SIXTEEN[-1]
-THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, walks=True)]
+THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, sums_all_splits=True)]
 
 
 FP8 = [
     ProductTiles(64, 128, 16, 4, 4),
-    ProductTiles(64, 128, 16, 4, 4, ahead=256, shares=True),
-    ProductTiles(128, 128, 32, 4, 3, shares=True),
+    ProductTiles(64, 128, 16, 4, 4, ahead=256, cooperative=True),
+    ProductTiles(128, 128, 32, 4, 3, cooperative=True),
     ProductTiles(128, 128, 64, 8, 3, ahead=256),
-    ProductTiles(64, 128, 32, 4, 3, walks=True),
-    ProductTiles(128, 128, 64, 8, 3, walks=True),
+    ProductTiles(64, 128, 32, 4, 3, sums_all_splits=True),
+    ProductTiles(128, 128, 64, 8, 3, sums_all_splits=True),
 ]
 # A step of products with scales of columns has 128 of them.
 FP8_BY_ROW = [
     *FP8,
-    ProductTiles(128, 64, 64, 4, 4, shares=True),
-    ProductTiles(64, 256, 16, 4, 3, shares=True),
-    ProductTiles(128, 64, 128, 8, 3, walks=True),
-    ProductTiles(128, 64, 64, 4, 4, shares=True, bulk=True),
-    ProductTiles(64, 128, 16, 4, 4, bulk=True),
-    ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
+    ProductTiles(128, 64, 64, 4, 4, cooperative=True),
+    ProductTiles(64, 256, 16, 4, 3, cooperative=True),
+    ProductTiles(128, 64, 128, 8, 3, sums_all_splits=True),
+    ProductTiles(128, 64, 64, 4, 4, cooperative=True, tma=True),
+    ProductTiles(64, 128, 16, 4, 4, tma=True),
+    ProductTiles(128, 64, 256, 8, 4, sums_all_splits=True, tma=True),
 ]
 
 
@@ -297,7 +297,7 @@ def test_a_row_has_its_bits_in_every_tile(
     whole = run_layer(layer, x, False)
     for count in (1, 60, 130, 300):
         for tiles in (None, *all_tiles):
-            if tiles is not None and not tiles.walks and count > 250:
+            if tiles is not None and not tiles.sums_all_splits and count > 250:
                 continue
             found = run_layer(layer, x[:count], False, tiles)
             for name, value in found.items():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,11 @@ from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.target.wrapper import check_supported
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from support.changed_models import PeftStandIn
 from support.conversion import BY_ID, convert
 from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
-from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
+from support.tiny_models import HIDDEN, VOCAB, plain_greedy, tiny_target, write_head, write_pair
 
 TWO_NORMS = {
     "fc_norm": True,
@@ -111,6 +114,71 @@ def test_other_kinds_of_models_are_refused_by_class(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as error:
         check_supported(model)
     assert type(model).__name__ in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "named"),
+    [
+        ({"is_prompt_learning": True}, "prefix tuning"),
+        ({"peft_type": "PeftType.LORA", "alora_invocation_tokens": [3, 4]}, "activated LoRA"),
+        ({"peft_type": "PeftType.XLORA"}, "XLORA"),
+        ({"peft_type": "PeftType.LILY"}, "LILY"),
+        ({"peft_type": "PeftType.POLY"}, "POLY"),
+        ({"peft_type": "PeftType.LORA", "alora_invocation_tokens": None}, None),
+    ],
+    ids=str,
+)
+def test_adapters_that_look_at_the_prompt_are_refused_by_name(adapter: dict[str, Any], named: str | None) -> None:
+    model = PeftStandIn(tiny_target("llama"))
+    model.peft_config = {"default": SimpleNamespace(**adapter)}
+    with raises_with(UnsupportedModelError, named) if named else nullcontext():
+        check_supported(model)
+
+
+def test_an_adapter_that_is_not_active_is_no_reason(tmp_path: Path) -> None:
+    model = PeftStandIn(tiny_target("llama"))
+    activated = SimpleNamespace(peft_type="PeftType.LORA", alora_invocation_tokens=[3, 4])
+    model.peft_config = {"default": SimpleNamespace(peft_type="PeftType.LORA"), "second": activated}
+    model.active_adapters = ["default"]  # type: ignore[assignment]
+    check_supported(model)
+    model.active_adapters = ["second"]  # type: ignore[assignment]
+    with raises_with(UnsupportedModelError, "activated LoRA"):
+        check_supported(model)
+
+
+def test_a_generate_of_its_own_is_refused() -> None:
+    class Prefixed(transformers.LlamaForCausalLM):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            return super().generate(*args, **options)
+
+    model = Prefixed(tiny_target("llama").config)
+    with raises_with(UnsupportedModelError, "generate of its own", __name__):
+        check_supported(model)
+    check_supported(torch.compile(tiny_target("llama"), backend="eager"))
+
+
+@pytest.mark.parametrize("kinds", [["attention", "attention"], ["attention", "mamba"]], ids=str)
+def test_attention_layers_alone_are_no_recurrent_model(kinds: list[str], tmp_path: Path) -> None:
+    sizes = {
+        **SMALL,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
+    rope = {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GraniteMoeHybridConfig(**sizes, **rope, **mamba, **experts, layer_types=kinds * 3)
+    target = transformers.GraniteMoeHybridForCausalLM(config).eval()
+    if "mamba" in kinds:
+        with raises_with(UnsupportedModelError, "recurrent state"):
+            check_supported(target)
+        return
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(2, 3, 8))
+    prompts = [[3, 4, 5], [9, 8]]
+    expected = [plain_greedy(target, prompt, 8, None) for prompt in prompts]
+    assert model.generate(prompts, max_new_tokens=8, ignore_eos=True).token_ids == expected
 
 
 def test_a_target_spread_over_devices_is_refused() -> None:
@@ -318,6 +386,10 @@ def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(target)
     own = transformers.AutoTokenizer.from_pretrained(target)
     assert SpeculativeModel.from_pretrained(loaded, slim, tokenizer=own).draft_vocab == 340
+    for given in (target, open_target(target)):
+        opened = SpeculativeModel.from_pretrained(given, slim).opened
+        assert opened is not None
+        assert opened.target_name == target.name
     tokens = byte_level_bpe(340, ["<|im_start|>", "<|im_end|>"])
     write_folder(tmp_path / "other", tokens, tokenizer_class="PreTrainedTokenizerFast")
     other = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")

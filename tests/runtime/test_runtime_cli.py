@@ -103,7 +103,21 @@ def test_one_answer_with_check(generate: Run) -> None:
     code, out, err = generate("--prompt", "hello", "--max-new-tokens", "12", "--check")
     assert (code, bool(out.strip())) == (0, True), err
     assert "tokens per target pass" in err
-    assert "equal plain greedy decoding" in err
+    assert err.index("check: decoding the same plainly") < err.index("equal plain greedy decoding")
+
+
+def test_a_line_says_once_that_kernels_compile(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_slim.runtime.step.graphs import Graphs
+
+    run = Graphs.run
+
+    def practise(self: Graphs, *parts: Any) -> None:
+        self.practise([])
+        run(self, *parts)
+
+    monkeypatch.setattr(Graphs, "run", practise)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert generate("--prompt", "hello", "--max-new-tokens", "4").err.count("compiling kernels") == 1
 
 
 def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> None:

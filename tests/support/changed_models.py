@@ -376,7 +376,7 @@ STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
 }
 FUSED = "fused"
 REFUSED = "refused"
-UNCOUNTED = ("fused optimiser",)
+UNCOUNTED = ("fused optimiser", "merged and unloaded lora")
 """Changes that move no version counter."""
 CHANGES: dict[str, tuple[Change, str, str]] = {
     # what is done: how it runs when it was done before loading, and when between two calls

@@ -352,20 +352,9 @@ class EaModel(nn.Module):
             logits, hidden, _ = tree_decoding(self, tokens, self.past_key_values, positions, input_ids, paths)
             candidates = torch.cat((tokens, torch.full((1, 1), -1)), 1)[0, paths]
             best, count, sample_p = evaluate_posterior(logits, candidates, processor)
-            input_ids, tokens, paths, mask, positions, new_token, _, _ = update_inference_inputs(
-                input_ids,
-                candidates,
-                best,
-                count,
-                paths,
-                processor,
-                new_token,
-                self.past_key_values_data,
-                self.current_length_data,
-                self,
-                hidden,
-                sample_p,
-            )
+            caches = self.past_key_values_data, self.current_length_data
+            found = candidates, best, count, paths, processor, new_token, *caches, self, hidden, sample_p
+            input_ids, tokens, paths, mask, positions, new_token, *_ = update_inference_inputs(input_ids, *found)
             yield input_ids
 
     @torch.no_grad()
@@ -380,20 +369,9 @@ class EaModel(nn.Module):
             logits, hidden, _ = tree_decoding(self, tokens, self.past_key_values, positions, input_ids, paths)
             candidates = torch.cat((tokens, torch.full((1, 1), -1)), 1)[0, paths]
             best, count, sample_p = evaluate_posterior(logits, candidates, processor)
-            input_ids, tokens, paths, mask, positions, new_token, _, _ = update_inference_inputs(
-                input_ids,
-                candidates,
-                best,
-                count,
-                paths,
-                processor,
-                new_token,
-                self.past_key_values_data,
-                self.current_length_data,
-                self,
-                hidden,
-                sample_p,
-            )
+            caches = self.past_key_values_data, self.current_length_data
+            found = candidates, best, count, paths, processor, new_token, *caches, self, hidden, sample_p
+            input_ids, tokens, paths, mask, positions, new_token, *_ = update_inference_inputs(input_ids, *found)
             passes += 1
         return (input_ids, new_token, passes) if log else input_ids
 

@@ -442,14 +442,14 @@ def query_place(a, node, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def splits_at(splits, first_split, SHAPE: tl.constexpr):
-    """`AttentionSplits` from the ``first_split``-th (int64) on."""
+    """Return the `AttentionSplits` from the ``first_split``-th (int64) on."""
     rows = first_split * SHAPE.heads_per_unit * ROWS
     return AttentionSplits(splits.stats + rows * 2, splits.weighted + rows * SHAPE.block_d)
 
 
 @triton.jit
 def cache_at(cache, slot, kv_head):
-    """`DraftCache` of one slot (int64) and kv head."""
+    """Return the `DraftCache` of one slot (int64) and kv head."""
     place = slot * cache.stride_slot + kv_head.to(tl.int64) * cache.stride_head
     return DraftCache(cache.key + place, cache.value + place, cache.stride_slot, cache.stride_head)
 
@@ -503,7 +503,7 @@ def splits_of(prefix, max_splits, SHAPE: tl.constexpr):
 
 @triton.jit
 def of_sequence(value, seq, a):
-    """The value of sequence ``a`` among ``value`` [rows], whose rows belong to ``seq`` [rows]; int32, not negative.
+    """Return the value of sequence ``a`` among ``value`` [rows], int32 and not negative; ``seq`` [rows]: whose each is.
 
     Kept in registers, such values need not be read again after each barrier.
     """

@@ -39,7 +39,7 @@ class MlpShape:
 
 @triton.jit
 def activate(value, NAME: tl.constexpr):
-    """The activation of that name (module docstring), in fp32."""
+    """Apply the activation of that name (module docstring), in fp32."""
     if NAME == "gelu":
         return value * (0.5 + 0.5 * tl.erf(value * 0.7071067811865476))
     elif NAME == "gelu_tanh":

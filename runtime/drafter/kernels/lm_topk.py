@@ -136,7 +136,7 @@ def scratch_place(row, column, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def packed_row(row, nodes, GROUPS: tl.constexpr):
-    """Number of a node among those in use."""
+    """Return the number of a node among those in use."""
     return row // GROUPS * nodes.groups + row % GROUPS
 
 
@@ -200,7 +200,7 @@ def update_best(
 
 @triton.jit
 def lists_at(lists, place, SELECT: tl.constexpr):
-    """`Lists` from the ``place``-th on; a program has ``block_m`` of them."""
+    """Return the `Lists` from the ``place``-th on; a program has ``block_m`` of them."""
     return Lists(lists.keys + place * SELECT.max_k, lists.maxima + place, lists.sums + place)
 
 

@@ -73,7 +73,7 @@ def cut_splits(assigned: Tensor, num_splits: int, block_k: int, num_programs: in
 
 
 def cut_tiles(assigned: Tensor, tile_rows: int, block_k: int) -> Tensor:
-    """As `cut_chunks`, ``tile_rows`` rows at a time, one tile after the other: [programs, rows * in].
+    """Cut as `cut_chunks` does, ``tile_rows`` rows at a time, one tile after the other: [programs, rows * in].
 
     The last tile may have fewer rows than the others; nothing is padded.
     """

@@ -301,6 +301,7 @@ def next_phase(barrier_ptr, round, PROGRAMS: tl.constexpr):
 @triton.jit
 def norm_features(draft, PLAN: tl.constexpr):
     """Normalise the new tokens' features, row by row."""
+    ROW: tl.constexpr = PLAN.row
     ws = draft.ws
     for index in tl.range(tl.program_id(0), draft.num_active * ROWS, PLAN.grid.programs, disable_licm=True):
         unit = index + draft.num_active * 0
@@ -309,18 +310,20 @@ def norm_features(draft, PLAN: tl.constexpr):
             row = unit % ROWS * PLAN.grid.stride + unit // ROWS
             source_ptr = ws.hidden + row.to(tl.int64) * PLAN.row.size
             norm_ptr = draft.head.norm_hidden
-            write_row(source_ptr, draft.x_in, ws.factor, PLAN.grid.features + row, norm_ptr, True, PLAN.row)
+            write_row(source_ptr, draft.x_in, ws.factor, PLAN.grid.features + row, norm_ptr, True, ROW)
 
 
 @triton.jit
 def select(index, at_0, at_1, at_2, at_3):
-    """One of four values."""
+    """Return one of four values."""
     return tl.where(index < 2, tl.where(index == 0, at_0, at_1), tl.where(index == 2, at_2, at_3))
 
 
 @triton.jit
 def read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN: tl.constexpr):
     """Extend: features and embeddings of the new tokens become operands."""
+    ROW: tl.constexpr = PLAN.row
+    TAPS: tl.constexpr = PLAN.taps
     FEATURES: tl.constexpr = PLAN.grid.features
     HIDDEN: tl.constexpr = PLAN.head.hidden
     NORMED: tl.constexpr = not PLAN.head.fused_every_level
@@ -336,10 +339,10 @@ def read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN: tl.conste
             token = tl.load(step.new_tokens + slot * PLAN.grid.width + i).to(tl.int64)
             row = i * PLAN.grid.stride + a
             embedding_ptr = head.embedding + token * head.stride_embedding
-            write_row(embedding_ptr, draft.x_in, ws.factor, row, head.norm_in, NORMED, PLAN.row)
+            write_row(embedding_ptr, draft.x_in, ws.factor, row, head.norm_in, NORMED, ROW)
             taps_ptr = features.taps + slot * features.stride_slot + i * features.stride_row
             if PLAN.head.fused_every_level or not PLAN.head.has_fc:
-                write_row(taps_ptr, draft.x_in, ws.factor, FEATURES + row, head.norm_hidden, NORMED, PLAN.row)
+                write_row(taps_ptr, draft.x_in, ws.factor, FEATURES + row, head.norm_hidden, NORMED, ROW)
                 offs_h = tl.arange(0, PLAN.row.block)
                 feature = tl.load(taps_ptr + offs_h, mask=offs_h < HIDDEN, other=0.0).to(tl.float32)
                 tl.store(ws.hidden + row.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
@@ -352,7 +355,7 @@ def read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN: tl.conste
                     row,
                     ws.factor + FEATURES + row,
                     head.norm_taps,
-                    PLAN.taps,
+                    TAPS,
                     PLAN.head.scaled,
                 )
 
@@ -376,19 +379,22 @@ def record_children(ws, rank, score, token, parent, a, node, first_candidate, SE
 @triton.jit
 def write_feature(draft, row, PLAN: tl.constexpr):
     """Write a node's output as the feature of its children."""
+    ROW: tl.constexpr = PLAN.row
     head, factor_ptr = draft.head, draft.ws.factor
     source_ptr = draft.ws.hidden + row.to(tl.int64) * PLAN.head.hidden
     target = PLAN.grid.features + row
     if PLAN.head.norm_output:
-        write_carried_row(source_ptr, draft.x_in, factor_ptr, target, head.norm_out, head.norm_hidden, PLAN.row)
+        write_carried_row(source_ptr, draft.x_in, factor_ptr, target, head.norm_out, head.norm_hidden, ROW)
     else:
         is_normed: tl.constexpr = not PLAN.head.fused_every_level
-        write_row(source_ptr, draft.x_in, factor_ptr, target, head.norm_hidden, is_normed, PLAN.row)
+        write_row(source_ptr, draft.x_in, factor_ptr, target, head.norm_hidden, is_normed, ROW)
 
 
 @triton.jit
 def choose_nodes(draft, a, level, first_candidate, PLAN: tl.constexpr):
     """Choose the next level's nodes of the a-th sequence, or after the last level the nodes of its tree."""
+    TREE: tl.constexpr = PLAN.tree
+    SELECT: tl.constexpr = PLAN.select
     GRID: tl.constexpr = PLAN.grid
     step, ws = draft.step, draft.ws
     slot = tl.load(step.active_slots + a)
@@ -396,7 +402,7 @@ def choose_nodes(draft, a, level, first_candidate, PLAN: tl.constexpr):
         newest = tl.load(step.num_new + slot) - 1
         root = tl.load(step.new_tokens + slot.to(tl.int64) * GRID.width + newest)
         drafted = TreeCandidates(ws.token, ws.score, ws.parent, ws.node_of, ws.chosen)
-        build_tree(candidates_of(drafted, a, PLAN.tree), root, slot, draft.out, draft.size, PLAN.tree)
+        build_tree(candidates_of(drafted, a, TREE), root, slot, draft.out, draft.size, TREE)
     else:
         frontier = Frontier(ws.frontier_score, ws.frontier_candidate, ws.frontier_parent, ws.frontier_child)
         choose_frontier(
@@ -407,7 +413,7 @@ def choose_nodes(draft, a, level, first_candidate, PLAN: tl.constexpr):
             frontier_at(frontier, a * ROWS),
             chain_at(ws.chain, level.number, a * ROWS, GRID.slots),
             chain_at(ws.chain, level.number + 1, a * ROWS, GRID.slots),
-            PLAN.select,
+            SELECT,
         )
 
 
@@ -417,6 +423,7 @@ def gather_children(draft, rank, token, a, node, row, first_job, stride, PLAN: t
 
     Of the ``top_k + 1`` jobs this program does every ``stride``-th from ``first_job`` on.
     """
+    ROW: tl.constexpr = PLAN.row
     TOP_K: tl.constexpr = PLAN.select.top_k
     GATHER: tl.constexpr = PLAN.gather
     NORMED: tl.constexpr = not PLAN.head.fused_every_level
@@ -434,7 +441,7 @@ def gather_children(draft, rank, token, a, node, row, first_job, stride, PLAN: t
                 a * PLAN.grid.embed_rows + node * TOP_K + jobs,
                 head.norm_in,
                 NORMED,
-                PLAN.row,
+                ROW,
             )
         if first_job == TOP_K % stride:
             write_feature(draft, row, PLAN)
@@ -449,7 +456,7 @@ def gather_children(draft, rank, token, a, node, row, first_job, stride, PLAN: t
                     a * PLAN.grid.embed_rows + node * TOP_K + job,
                     head.norm_in,
                     NORMED,
-                    PLAN.row,
+                    ROW,
                 )
             else:
                 write_feature(draft, row, PLAN)
@@ -462,6 +469,7 @@ def pick(draft, level, PLAN: tl.constexpr):
     Several programs merge the same node; the first records it, the others gather its children's embeddings. The
     program that merges a sequence's last node chooses.
     """
+    TREE: tl.constexpr = PLAN.tree
     SELECT: tl.constexpr = PLAN.select
     PROGRAMS: tl.constexpr = PLAN.grid.programs
     TOP_K: tl.constexpr = SELECT.top_k
@@ -489,7 +497,7 @@ def pick(draft, level, PLAN: tl.constexpr):
             base = tl.load(ws.frontier_score + frontier_row, mask=level.number > 0, other=0.0)
             score = base + tl.minimum(value - lse, 0.0)
             parent = tl.load(ws.frontier_candidate + frontier_row, mask=level.number > 0, other=-1)
-            record_children(ws, rank, score, token, parent, a, node, first_candidate, SELECT, PLAN.tree)
+            record_children(ws, rank, score, token, parent, a, node, first_candidate, SELECT, TREE)
             tl.debug_barrier()
             if tl.atomic_add(ws.node_arrivals + a, 1, sem="acq_rel") == num_nodes - 1:
                 tl.store(ws.node_arrivals + a, 0)
@@ -585,6 +593,8 @@ def fused_operand(draft, level, PLAN: tl.constexpr):
 @triton.jit
 def fuse_raw(draft, level, fused, round, PLAN: tl.constexpr):
     """Multiply by fc where embeddings and features stay as they are; returns the number of the barrier."""
+    LAYER: tl.constexpr = PLAN.layer
+    SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
     HEAD: tl.constexpr = PLAN.head
     split: tl.constexpr = PLAN.stream.split.fc
     ws = draft.ws
@@ -592,7 +602,7 @@ def fuse_raw(draft, level, fused, round, PLAN: tl.constexpr):
     segment: tl.constexpr = HEAD.hidden // PLAN.layer_chunk
     raw = Operand(ws.x_raw, level.embed_row, level.hidden_row, level.mask_in, segment, HEAD.hidden)
     num_chunks: tl.constexpr = HEAD.fc_in // PLAN.layer_chunk
-    multiply_splits(raw, draft.stream, sums, num_chunks, PLAN.grid.programs, PLAN.layer_chunk, PLAN.layer)
+    multiply_splits(raw, draft.stream, sums, num_chunks, PLAN.grid.programs, PLAN.layer_chunk, LAYER)
     if split > 1:
         round = next_phase(ws.barrier, round, PLAN.grid.programs)
     else:
@@ -605,7 +615,7 @@ def fuse_raw(draft, level, fused, round, PLAN: tl.constexpr):
         draft.head.biases + HEAD.biases.fc,
         ws.hidden,
         fused,
-        PLAN.sum_hidden,
+        SUM_HIDDEN,
         HEAD.scaled,
         HEAD.has_fc_bias,
         True,
@@ -616,6 +626,7 @@ def fuse_raw(draft, level, fused, round, PLAN: tl.constexpr):
 @triton.jit
 def multiply(draft, level, which, first, round, PLAN: tl.constexpr):
     """Multiply rows from ``first`` on by projection ``which``: returns `PartialSums`, and the number of the barrier."""
+    LAYER: tl.constexpr = PLAN.layer
     HEAD: tl.constexpr = PLAN.head
     FUSED: tl.constexpr = HEAD.fused_every_level
     STREAM: tl.constexpr = PLAN.stream
@@ -641,7 +652,7 @@ def multiply(draft, level, which, first, round, PLAN: tl.constexpr):
     segment = tl.where(pairs, HEAD.hidden // PLAN.layer_chunk, in_features)
     x_ptr = draft.ws.x + x_start + first * row_size * (2 if HEAD.scaled else 1)
     operand = Operand(x_ptr, operand_row, level.hidden_row, operand_mask, segment, row_size)
-    multiply_splits(operand, region, sums, num_chunks, PLAN.grid.programs, PLAN.layer_chunk, PLAN.layer)
+    multiply_splits(operand, region, sums, num_chunks, PLAN.grid.programs, PLAN.layer_chunk, LAYER)
     if split > 1:
         round = next_phase(draft.ws.barrier, round, PLAN.grid.programs)
     else:
@@ -652,6 +663,7 @@ def multiply(draft, level, which, first, round, PLAN: tl.constexpr):
 @triton.jit
 def finish_fc(draft, level, sums, first, is_last, fused, round, PLAN: tl.constexpr):
     """Add up fc; EAGLE-3's features are normalised behind a barrier. Returns the number of the barrier."""
+    SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
     HEAD: tl.constexpr = PLAN.head
     ws = draft.ws
     factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
@@ -666,7 +678,7 @@ def finish_fc(draft, level, sums, first, is_last, fused, round, PLAN: tl.constex
         draft.head.biases + HEAD.biases.fc,
         ws.hidden + first * HEAD.hidden,
         NextOperand(fused.ptr + first * HEAD.hidden, fused.factor),
-        PLAN.sum_hidden,
+        SUM_HIDDEN,
         HEAD.scaled,
         HEAD.has_fc_bias,
         HEAD.fused_every_level,
@@ -681,6 +693,8 @@ def finish_fc(draft, level, sums, first, is_last, fused, round, PLAN: tl.constex
 @triton.jit
 def finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN: tl.constexpr):
     """Add up q, k and v, and attend once all rows are there. Returns the number of the barrier."""
+    SUM_QKV: tl.constexpr = PLAN.sum_qkv
+    ATTENTION: tl.constexpr = PLAN.attention
     PROGRAMS: tl.constexpr = PLAN.grid.programs
     ws, head = draft.ws, draft.head
     finish_rows(
@@ -691,7 +705,7 @@ def finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN: tl.conste
         head.biases + PLAN.head.biases.qkv,
         ws.qkv + first * PLAN.sum_qkv.features,
         fused,
-        PLAN.sum_qkv,
+        SUM_QKV,
         PLAN.head.scaled,
         PLAN.head.has_qkv_bias,
         False,
@@ -710,11 +724,11 @@ def finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN: tl.conste
             draft.num_active,
             level.number,
             PROGRAMS,
-            PLAN.attention,
+            ATTENTION,
         )
         round = next_phase(ws.barrier, round, PROGRAMS)
         out_ptr = ws.x + PLAN.operands.attention
-        merge_heads(splits, out_ptr, draft.rows, draft.num_active, level.num_nodes, PROGRAMS, PLAN.attention)
+        merge_heads(splits, out_ptr, draft.rows, draft.num_active, level.num_nodes, PROGRAMS, ATTENTION)
     return round
 
 
@@ -732,6 +746,10 @@ def residual_factor(draft, level, PLAN: tl.constexpr):
 @triton.jit
 def finish_o(draft, level, sums, factor, x_scale, round, PLAN: tl.constexpr):
     """Add up o and the residual; then gate, up and the activation. Returns the number of the barrier."""
+    SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
+    ROW: tl.constexpr = PLAN.row
+    MLP: tl.constexpr = PLAN.mlp
+    MLP_TILE: tl.constexpr = PLAN.mlp_tile
     HEAD: tl.constexpr = PLAN.head
     ws, head = draft.ws, draft.head
     newest = (draft.rows.num_new - 1) * PLAN.grid.stride + draft.rows.seq
@@ -747,7 +765,7 @@ def finish_o(draft, level, sums, factor, x_scale, round, PLAN: tl.constexpr):
         head.norm_post,
         NextOperand(ws.x + PLAN.operands.post, x_scale),
         ws.squares_post,
-        PLAN.sum_hidden,
+        SUM_HIDDEN,
         HEAD.scaled,
         HEAD.has_o_bias,
         True,
@@ -756,14 +774,14 @@ def finish_o(draft, level, sums, factor, x_scale, round, PLAN: tl.constexpr):
     round = next_phase(ws.barrier, round, PLAN.grid.programs)
     gated_mlp(
         ws.x + PLAN.operands.post,
-        norm_factor(ws.squares_post, level.mask, PLAN.grid.programs, PLAN.row) / x_scale,
+        norm_factor(ws.squares_post, level.mask, PLAN.grid.programs, ROW) / x_scale,
         level.mask,
         draft.stream + PLAN.stream.offsets.mlp,
         draft.scales + PLAN.stream.scales.mlp,
         head.biases + HEAD.biases.mlp,
         ws.x + PLAN.operands.mlp,
-        PLAN.mlp,
-        PLAN.mlp_tile,
+        MLP,
+        MLP_TILE,
     )
     return round
 
@@ -771,6 +789,7 @@ def finish_o(draft, level, sums, factor, x_scale, round, PLAN: tl.constexpr):
 @triton.jit
 def finish_down(draft, level, sums, x_scale, PLAN: tl.constexpr):
     """Add up down and the residual: the output of each node."""
+    SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
     HEAD: tl.constexpr = PLAN.head
     BLOCK_M: tl.constexpr = PLAN.select.block_m
     ws, head = draft.ws, draft.head
@@ -784,7 +803,7 @@ def finish_down(draft, level, sums, x_scale, PLAN: tl.constexpr):
         head.norm_out,
         NextOperand(ws.x + PLAN.operands.head, x_scale),
         ws.squares_out,
-        PLAN.sum_hidden,
+        SUM_HIDDEN,
         HEAD.scaled,
         HEAD.has_mlp_bias,
         not HEAD.fused_every_level,
@@ -795,11 +814,15 @@ def finish_down(draft, level, sums, x_scale, PLAN: tl.constexpr):
 @triton.jit
 def rank_rows(draft, level, x_scale, PLAN: tl.constexpr):
     """Multiply each node's output by this program's rows of the LM head, and keep the best of them."""
+    ROW: tl.constexpr = PLAN.row
+    SELECT: tl.constexpr = PLAN.select
+    LM_HEAD: tl.constexpr = PLAN.lm_head
     STREAM: tl.constexpr = PLAN.stream
     ws, head = draft.ws, draft.head
     factor = 1.0
     if not PLAN.head.fused_every_level:
-        factor = norm_factor(ws.squares_out, level.mask, PLAN.grid.programs, PLAN.row)
+        factor = norm_factor(ws.squares_out, level.mask, PLAN.grid.programs, ROW)
+    factor = factor / x_scale
     nodes = Nodes(draft.num_active, level.num_nodes)
     scratch = ws.scratch + draft.first_list * PLAN.lm_head.tile.block_n
     rows = ProgramRows(
@@ -808,10 +831,10 @@ def rank_rows(draft, level, x_scale, PLAN: tl.constexpr):
         head.row_ids + tl.program_id(0) * STREAM.rows.head,
         draft.num_rows,
     )
-    lists = lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), draft.first_list, PLAN.select)
+    lists = lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), draft.first_list, SELECT)
     x_row = draft.row * PLAN.head.hidden
     x_ptr = ws.x + PLAN.operands.head
-    stream_topk(x_ptr, factor / x_scale, x_row, level.mask, nodes, rows, scratch, lists, PLAN.select, PLAN.lm_head)
+    stream_topk(x_ptr, factor, x_row, level.mask, nodes, rows, scratch, lists, SELECT, LM_HEAD)
 
 
 @triton.jit
@@ -877,17 +900,19 @@ def draft_kernel(
     PLAN: tl.constexpr,  # `DraftPlan`
 ):
     """Draft; see the module docstring. All bounds are fixed by the constants, all counts are read on the device."""
+    SELECT: tl.constexpr = PLAN.select
+    TREE: tl.constexpr = PLAN.tree
     PROGRAMS: tl.constexpr = PLAN.grid.programs
     pid = tl.program_id(0)
     zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
     draft = begin(step, head, cache, ws, out, depth, total_tokens, PLAN)
     round = 0
     for index in range(PROGRAMS + pid, PLAN.grid.lists, PROGRAMS):
-        clear_lists(ws.best_key + index * PLAN.select.block_m * PLAN.select.max_k, PLAN.select)
+        clear_lists(ws.best_key + index * PLAN.select.block_m * PLAN.select.max_k, SELECT)
     for index in tl.range(pid, PLAN.grid.slots, PROGRAMS, disable_licm=True):
         slot = index + zero
         if tl.load(step.active_inverse + slot) < 0:
-            blank_tree(slot, out, draft.size, PLAN.tree)
+            blank_tree(slot, out, draft.size, TREE)
     read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN)
     round = next_phase(ws.barrier, round, PROGRAMS)
     for index in tl.range(0, depth + 1, disable_licm=True):

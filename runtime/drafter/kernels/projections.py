@@ -109,7 +109,7 @@ def multiply_splits(
 
 @triton.jit
 def add_splits(sums, feature, offs_m, mask):
-    """fp32 [features, BLOCK_M]: the product, from all splits of a group."""
+    """Add up all splits of a group: the product, fp32 [features, BLOCK_M]."""
     BLOCK_M: tl.constexpr = offs_m.shape[0]
     first = feature // sums.group_rows * (sums.num_splits * sums.group_rows) + feature % sums.group_rows
     place = sums.ptr + first[:, None] * BLOCK_M + offs_m[None, :]
@@ -136,7 +136,7 @@ def finish_rows(
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """fc and qkv: out is the product, times each row's factor, plus the bias."""
+    """Finish fc and qkv: out is the product, times each row's factor, plus the bias."""
     N: tl.constexpr = OUTPUTS.features
     R: tl.constexpr = OUTPUTS.rows
     BLOCK_R: tl.constexpr = OUTPUTS.block
@@ -175,7 +175,7 @@ def finish_residual(
     HAS_NORM: tl.constexpr,
     NORMED_RESIDUAL: tl.constexpr,
 ):
-    """o and down: the product plus the residual, as it is and, times the norm's weight, as operand.
+    """Finish o and down: the product plus the residual, as it is and, times the norm's weight, as operand.
 
     NORMED_RESIDUAL: the residual goes through an RMSNorm of its own first.
     """

@@ -58,7 +58,7 @@ def write_row(source_ptr, x_ptr, factor_ptr, row, norm_ptr, NORMED: tl.constexpr
 
 @triton.jit
 def write_rows(source_ptr, source, in_use, x_ptr, factor_ptr, row, norm_ptr, NORMED: tl.constexpr, SHAPE: tl.constexpr):
-    """`write_row` for several rows at once: ``source`` (int64, where each begins), ``in_use`` and ``row`` [rows]."""
+    """Write rows as `write_row` does one: ``source`` (int64, where each begins), ``in_use`` and ``row`` [rows]."""
     SIZE: tl.constexpr = SHAPE.size
     offs = tl.arange(0, SHAPE.block) + hidden_zero()
     inside = offs < SIZE
@@ -86,7 +86,7 @@ def write_carried_row(source_ptr, x_ptr, factor_ptr, row, carry_norm_ptr, norm_p
 
 @triton.jit
 def load_tap(source_ptr, offset_1, offset_2, part, offs, SHAPE: tl.constexpr):
-    """One piece of a row: fp32, 0 beyond its size. Three pieces lie anywhere, more or fewer one after the other."""
+    """Load one piece of a row: fp32, 0 beyond its size. Three lie anywhere, more or fewer one after the other."""
     if SHAPE.segments == 3:  # noqa: SIM108 - this one is decided by the compiler
         start = offset_1 if part == 1 else (offset_2 if part == 2 else 0)
     else:
@@ -96,7 +96,7 @@ def load_tap(source_ptr, offset_1, offset_2, part, offs, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_normed_tap(source_ptr, offset_1, offset_2, part, offs, norm_ptr, row_factor, SHAPE: tl.constexpr):
-    """`load_tap`, through the RMSNorms of ``norm_ptr`` [all pieces]; ``row_factor`` is that of the whole row."""
+    """Load a tap through the RMSNorms of ``norm_ptr`` [all pieces]; ``row_factor`` is that of the whole row."""
     SIZE: tl.constexpr = SHAPE.size
     x = load_tap(source_ptr, offset_1, offset_2, part, offs, SHAPE)
     if SHAPE.norms > 0:
@@ -143,7 +143,7 @@ def write_taps(
 
 @triton.jit
 def norm_factor(squares_ptr, mask_m, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
-    """RMSNorm's factor of each row from the programs' partial sums of squares [PROGRAMS, BLOCK_M]: fp32 [BLOCK_M]."""
+    """Compute RMSNorm's factor of each row, fp32 [BLOCK_M], from partial sums of squares [PROGRAMS, BLOCK_M]."""
     BLOCK_M: tl.constexpr = mask_m.shape[0]
     CHUNK: tl.constexpr = 4096 // BLOCK_M
     zero = hidden_zero()

@@ -37,26 +37,26 @@ def sortable_bits(value):
 
 @triton.jit
 def order_key(value, index):
-    """int64 key whose descending order is (value descending, index ascending)."""
+    """Make an int64 key whose descending order is (value descending, index ascending)."""
     return (sortable_bits(value).to(tl.int64) << 32) | (index ^ 0x7FFFFFFF).to(tl.int64)
 
 
 @triton.jit
 def key_value(key):
-    """fp32 value of an `order_key`."""
+    """Return the fp32 value of an `order_key`."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def key_index(key):
-    """int32 index of an `order_key`; 0x7FFFFFFE for `LOWEST_KEY`."""
+    """Return the int32 index of an `order_key`; 0x7FFFFFFE for `LOWEST_KEY`."""
     return key.to(tl.int32) ^ 0x7FFFFFFF
 
 
 @triton.jit
 def max_of_row(value):
-    """Largest of each LANES neighbours, in the place of each: [ROWS * LANES] like ``value``."""
+    """Return the largest of each LANES neighbours, in the place of each: [ROWS * LANES] like ``value``."""
     ROWS: tl.constexpr = value.shape[0] // LANES
     rows = tl.reshape(value, [ROWS, LANES])
     return tl.reshape(tl.broadcast_to(tl.max(rows, axis=1)[:, None], [ROWS, LANES]), [ROWS * LANES])
@@ -64,7 +64,7 @@ def max_of_row(value):
 
 @triton.jit
 def sum_of_row(value):
-    """Sum of each LANES neighbours, in the place of each."""
+    """Add up each LANES neighbours, in the place of each."""
     ROWS: tl.constexpr = value.shape[0] // LANES
     rows = tl.reshape(value, [ROWS, LANES])
     return tl.reshape(tl.broadcast_to(tl.sum(rows, axis=1)[:, None], [ROWS, LANES]), [ROWS * LANES])
@@ -72,7 +72,7 @@ def sum_of_row(value):
 
 @triton.jit
 def take_best(key, old_key, lane, TOP_K: tl.constexpr, FOLD: tl.constexpr):
-    """The TOP_K best keys of each row, lane k of the row holding the k-th; `LOWEST_KEY` where there are no more.
+    """Take the TOP_K best keys of each row, lane k of the row holding the k-th; `LOWEST_KEY` where there are no more.
 
     ``key`` int64 [elements, rows * LANES]: a row's keys lie in LANES neighbours, and its real ones all differ. With
     FOLD, ``old_key`` [rows * LANES] belongs to the rows too. ``lane`` int32 [rows * LANES]; TOP_K <= LANES. Returns
@@ -93,7 +93,7 @@ def take_best(key, old_key, lane, TOP_K: tl.constexpr, FOLD: tl.constexpr):
 
 @triton.jit
 def each_thread(SIZE: tl.constexpr):
-    """Zeros [SIZE] that make every thread load all of what is addressed by another dimension: int64.
+    """Return zeros [SIZE] that make every thread load all of what is addressed by another dimension: int64.
 
     The compiler deals a load's addresses to threads along the dimension in which they are contiguous, so these claim to
     be; being of unknown alignment too, they are not taken together.

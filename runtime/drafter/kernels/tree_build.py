@@ -177,7 +177,7 @@ def blank_tree(slot, out, size, SHAPE: tl.constexpr):
 
 @triton.jit
 def candidates_of(drafted, a, SHAPE: tl.constexpr):
-    """The a-th sequence's part of `TreeCandidates` that hold all sequences."""
+    """Return the a-th sequence's part of `TreeCandidates` that hold all sequences."""
     row = a * SHAPE.candidates
     return TreeCandidates(
         drafted.token + row,

@@ -52,7 +52,7 @@ class NextOperand(NamedTuple):
 
 @triton.jit
 def unaligned_zero():
-    """0 that the compiler knows nothing of, not even its alignment: accesses displaced by it are not widened."""
+    """Return 0 of an alignment that the compiler does not know: accesses displaced by it are not widened."""
     if INTERPRETED:
         return 0
     else:
@@ -61,7 +61,7 @@ def unaligned_zero():
 
 @triton.jit
 def hidden_zero():
-    """0 that the compiler cannot see through.
+    """Return 0 that the compiler cannot see through.
 
     Added to the index vectors of a phase, it keeps their address arithmetic inside the phase: hoisted out of the level
     loop, the addresses of all phases together would be live at once and spill.
@@ -75,7 +75,7 @@ def hidden_zero():
 
 @triton.jit
 def round_to_e4m3(value):
-    """Nearest e4m3 number (ties to even) of fp32 within +-448, still as fp32.
+    """Return the nearest e4m3 number (ties to even) of fp32 within +-448, still as fp32.
 
     In arithmetic on fp32, because Triton 3.6 mixes elements up when it widens e4m3 in small tiles.
     """
@@ -108,7 +108,7 @@ def store_activation(x_ptr, row, column, value, mask, ROW_SIZE: tl.constexpr):
 
 @triton.jit
 def operand_rows(x_ptr, x_row, row_size):
-    """Element offsets of the operand's columns: one per row, or high and low side by side for pairs."""
+    """Return the element offsets of the operand's columns: one per row, or high and low side by side for pairs."""
     if x_ptr.dtype.element_ty == tl.float8e4nv:
         high = x_row * 2
         both = tl.reshape(tl.join(high, high + row_size), [2 * x_row.shape[0]])
@@ -119,7 +119,7 @@ def operand_rows(x_ptr, x_row, row_size):
 
 @triton.jit
 def operand_mask(x_ptr, mask_m):
-    """Mask of the operand's columns."""
+    """Return the mask of the operand's columns."""
     if x_ptr.dtype.element_ty == tl.float8e4nv:
         both = tl.join(mask_m.to(tl.int32), mask_m.to(tl.int32))
         return tl.reshape(both, [2 * mask_m.shape[0]]) != 0
@@ -158,7 +158,7 @@ def stream_matmul(
     CHUNK: tl.constexpr,  # columns of a stored chunk: a multiple of block_k, or a power of two below it
     TILE: tl.constexpr,  # `Tile`
 ):
-    """fp32 [block_n, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` stored chunks.
+    """Multiply this tile of weight rows by the rows of x, fp32 [block_n, BLOCK_M], over ``num_chunks`` stored chunks.
 
     A step of ``block_k`` columns takes a whole chunk, part of one, or several of them.
     """

@@ -1,1 +1,1 @@
-"""Tune the persistent drafter: random problems, agreement with the reference, timing, compiling ahead."""
+"""Tune the persistent drafter: random problems, agreement with the reference, timing, compiling."""

@@ -74,7 +74,7 @@ def compile_all(jobs: Sequence[Job], capability: int, seconds: float) -> list[bo
     done = [future.done() and future.exception() is None for future in futures]
     failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
     if failed:
-        logger.warning("%d compilations ahead failed: %r", len(failed), failed[0])
+        logger.warning("%d compilations failed: %r", len(failed), failed[0])
     # What still compiles may go on.
     pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
     return done

@@ -14,6 +14,8 @@ token lies, and bound the weights, which a bin knows to within its width. Sums a
 list has no effect.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -158,25 +160,37 @@ def collect_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
         tl.store(scratch.listed + to, distance, mask=is_listed)
 
 
+class RowScan(NamedTuple):
+    """A row to scan: its list of ``num_listed`` distances, or, where that is negative, its logits.
+
+    ``before``: what lies nearer than everything listed.
+    """
+
+    logits_ptr: Any
+    at: Any
+    largest: Any
+    num_listed: Any
+    before: Any
+    state: Any
+    scratch: Any
+
+
 @triton.jit
-def scan_row(
-    logits_ptr, at, largest, num_listed, low, high, middle, state, scratch, SHAPE: tl.constexpr, WEIGHTED: tl.constexpr
-):
+def scan_row(scan, low, high, middle, SHAPE: tl.constexpr, WEIGHTED: tl.constexpr):
     """Sum a row's measure (weights, or numbers of tokens) nearer than ``low`` and up to ``middle``: int64.
 
-    Also the numbers of tokens in the bins from ``low`` to ``high``. Reads the list where there is one, that is where
-    ``num_listed`` is not negative.
+    Also the numbers of tokens in the bins from ``low`` to ``high``.
     """
     nearer = tl.full([SHAPE.tile], 0, tl.int64)
     half = tl.full([SHAPE.tile], 0, tl.int64)
     counts = tl.full([BINS], 0, tl.int32)
-    for first in range(0, tl.where(num_listed < 0, SHAPE.vocab, num_listed), SHAPE.tile):
+    for first in range(0, tl.where(scan.num_listed < 0, SHAPE.vocab, scan.num_listed), SHAPE.tile):
         place = first + tl.arange(0, SHAPE.tile)
-        if num_listed < 0:
-            distance = load_distances(logits_ptr, at, largest, place, state, scratch, SHAPE)
+        if scan.num_listed < 0:
+            distance = load_distances(scan.logits_ptr, scan.at, scan.largest, place, scan.state, scan.scratch, SHAPE)
         else:
-            list_ptr = scratch.listed + at.row * SHAPE.capacity
-            distance = tl.load(list_ptr + place, mask=place < num_listed, other=FAR)
+            list_ptr = scan.scratch.listed + scan.at.row * SHAPE.capacity
+            distance = tl.load(list_ptr + place, mask=place < scan.num_listed, other=FAR)
         measure = distance_weight(distance) if WEIGHTED else tl.full([SHAPE.tile], 1, tl.int64)
         nearer += tl.where(distance < low, measure, 0)
         half += tl.where(distance <= middle, measure, 0)
@@ -185,35 +199,20 @@ def scan_row(
 
 
 @triton.jit
-def find_cut(
-    logits_ptr,
-    at,
-    largest,
-    num_listed,
-    before,
-    low,
-    high,
-    goal,
-    state,
-    scratch,
-    SHAPE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
+def find_cut(scan, low, high, goal, SHAPE: tl.constexpr, WEIGHTED: tl.constexpr):
     """Find the smallest distance from ``low`` to ``high`` at which the goal is reached; returned with the goal.
 
-    ``before``: what lies nearer than everything listed. A negative goal stands for what top-p asks of all up to
-    ``high``. What the bounds leave open is halved by an exact sum, so that the search ends whatever the bounds.
+    A negative goal stands for what top-p asks of all up to ``high``. What the bounds leave open is halved by an exact
+    sum, so that the search ends whatever the bounds.
     """
     while (goal < 0) | (low < high):
         is_first = goal < 0
         middle = tl.where(is_first, high, low + (high - low) // 2)
-        nearer, half, counts = scan_row(
-            logits_ptr, at, largest, num_listed, low, high, middle, state, scratch, SHAPE, WEIGHTED
-        )
-        half += before
+        nearer, half, counts = scan_row(scan, low, high, middle, SHAPE, WEIGHTED)
+        half += scan.before
         if is_first:
-            goal = goal_of_top_p(half, state.numbers)
-        low, high, _, _ = narrow_interval(low, high, counts, nearer + before, goal, WEIGHTED)
+            goal = goal_of_top_p(half, scan.state.numbers)
+        low, high, _, _ = narrow_interval(low, high, counts, nearer + scan.before, goal, WEIGHTED)
         if is_first == 0:
             if half >= goal:
                 high = tl.minimum(high, middle)
@@ -240,28 +239,12 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
             tile = tl.arange(0, SHAPE.block_tiles)
             mass = tl.load(scratch.mass + at.row * SHAPE.tiles + tile, mask=tile < SHAPE.tiles, other=0)
             before = tl.sum(mass, axis=0)
-    threshold, goal = find_cut(
-        logits_ptr, at, largest, num_listed, before, low, high, goal, state, scratch, SHAPE, SHAPE.weighted
-    )
+    scan = RowScan(logits_ptr, at, largest, num_listed, before, state, scratch)
+    threshold, goal = find_cut(scan, low, high, goal, SHAPE, SHAPE.weighted)
     if SHAPE.has_top_k and SHAPE.has_top_p:
-        threshold, goal = find_cut(
-            logits_ptr,
-            at,
-            largest,
-            num_listed,
-            before,
-            tl.full([], 0, tl.int32),
-            threshold,
-            tl.full([], -1, tl.int64),
-            state,
-            scratch,
-            SHAPE,
-            True,
-        )
+        threshold, goal = find_cut(scan, tl.full([], 0, tl.int32), threshold, tl.full([], -1, tl.int64), SHAPE, True)
     tl.store(scratch.threshold + at.row, threshold)
     if SHAPE.has_top_p:
-        nearer, _, _ = scan_row(
-            logits_ptr, at, largest, num_listed, threshold, threshold, threshold, state, scratch, SHAPE, True
-        )
+        nearer, _, _ = scan_row(scan, threshold, threshold, threshold, SHAPE, True)
         weight = tl.maximum(distance_weight(threshold), 1)
         tl.store(scratch.needed + at.row, ((goal - nearer - before + weight - 1) // weight).to(tl.int32))

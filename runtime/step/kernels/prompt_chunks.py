@@ -199,13 +199,7 @@ def end_chunk_ref(box: PromptBox, nodes: int, state: SlotState) -> None:
 
 
 @triton.jit
-def _end_chunk_kernel(
-    number_ptr,
-    state,
-    NODES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _end_chunk_kernel(number_ptr, state, NODES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.load(number_ptr)
     size = tl.load(number_ptr + 1)
     length = tl.load(state.lengths + slot)

@@ -29,7 +29,7 @@ from .machine import gpu_name, num_processors, overlapping
 
 
 class AttentionRows(NamedTuple):
-    """Which rows attend to what: shared by all layers of a forward; all on one device.
+    """Rows that attend, and to what: shared by all layers of a forward; all on one device.
 
     ``slots`` int32 [places] (-1: an empty place); ``lengths`` int32 [slots]: committed rows, by slot; ``counts`` int32
     [places]: rows in use; ``paths`` int32 [places, nodes, width] or None where node n's parent is n - 1: the node's
@@ -44,13 +44,26 @@ class AttentionRows(NamedTuple):
     depths: Tensor
 
     def tree_mask(self) -> Tensor:
-        """Which own row each row sees: bool [places, nodes, nodes]."""
+        """Return the rows of its place that each row sees: bool [places, nodes, nodes]."""
         places, nodes = self.depths.shape
         node = torch.arange(nodes, device=self.depths.device)
         if self.paths is None:
             return (node[:, None] >= node).expand(places, nodes, nodes)
         on_path = torch.arange(self.paths.shape[2], device=node.device) <= self.depths[..., None]
         return ((self.paths[..., None] == node) & on_path[..., None]).any(2)
+
+
+class AttentionParams(NamedTuple):
+    """Numbers of a layer: the rows' attention is ``lift`` times softmax(scale q k^T) v, by the module's formula.
+
+    ``window``: a key is seen if query position - key position is below it; ``sinks`` [heads], of any float type.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    lift: float = 1.0
 
 
 class AttentionScratch(NamedTuple):
@@ -84,9 +97,9 @@ class AttentionScratch(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How main parts are shared out: decides no bits.
+    """Division of the main parts among programs: decides no bits.
 
-    ``programs`` share the splits of a block of ``rows`` query rows; one alone (``walks``) keeps one state of all.
+    ``programs`` share the splits of a block of ``rows`` query rows; one alone sums all of them into one state.
     """
 
     programs: int
@@ -96,13 +109,13 @@ class AttentionTiles:
     tail_warps: int = 4
 
     @property
-    def walks(self) -> bool:
+    def sums_all_splits(self) -> bool:
         """Whether a program goes through all splits of its rows."""
         return self.programs == 1
 
 
 def num_splits(capacity: int) -> int:
-    """Splits of a sequence of ``capacity`` rows: `attention_kernels.split_of` the last, and 1."""
+    """Count the splits of a sequence of ``capacity`` rows: `attention_kernels.split_of` the last, and 1."""
     splits, first = 0, 0
     for size, end in ((128, 512), (256, 1024), (512, 4096), (1024, 32768), (4096, capacity)):
         splits += -(-max(min(capacity, end) - first, 0) // size)
@@ -111,8 +124,8 @@ def num_splits(capacity: int) -> int:
 
 
 def num_states(capacity: int, tiles: AttentionTiles) -> int:
-    """States that a place of ``capacity`` rows may have at once."""
-    return 1 if tiles.walks else num_splits(capacity)
+    """Count the states that a place of ``capacity`` rows may have at once."""
+    return 1 if tiles.sums_all_splits else num_splits(capacity)
 
 
 def attention_tiles(
@@ -182,22 +195,17 @@ def tree_attention_ref(
     keys: Tensor,
     values: Tensor,
     rows: AttentionRows,
-    scale: float,
-    window: int | None,
+    params: AttentionParams,
     out: Tensor,
     scratch: AttentionScratch | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    lift: float = 1.0,
 ) -> None:
     """Attend, in fp32.
 
     ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
-    kv_heads, capacity, head_dim]; ``window``: a key is seen if query position - key position is below it; ``out``
-    [places * nodes, heads * head_dim], ``lift`` times as large. ``sinks`` [heads], of any float type. Rows of empty
-    places and rows from ``counts`` on are set to 0.
+    kv_heads, capacity, head_dim]; ``out`` [places * nodes, heads * head_dim]. Rows of empty places and rows from
+    ``counts`` on are set to 0.
     """
-    places, head_dim = len(rows.slots), keys.shape[3]
+    places, head_dim, window = len(rows.slots), keys.shape[3], params.window
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     out.zero_()
     for place in range(places):
@@ -214,8 +222,10 @@ def tree_attention_ref(
         query = qkv[place * nodes : place * nodes + count, : heads * head_dim].view(count, heads, head_dim)
         key, value = (cache[slot, :, : length + count].float()[None] for cache in (keys, values))
         query = query.float().transpose(0, 1)[None]
-        attended = masked_attention(query, key, value, seen[None, None], scale, softcap, sinks)
-        out[place * nodes : place * nodes + count] = (attended[0] * lift).transpose(0, 1).flatten(1).to(out.dtype)
+        attended = masked_attention(query, key, value, seen[None, None], params.scale, params.softcap, params.sinks)
+        out[place * nodes : place * nodes + count] = (
+            (attended[0] * params.lift).transpose(0, 1).flatten(1).to(out.dtype)
+        )
 
 
 def tree_attention(
@@ -223,13 +233,9 @@ def tree_attention(
     keys: Tensor,
     values: Tensor,
     rows: AttentionRows,
-    scale: float,
-    window: int | None,
+    params: AttentionParams,
     out: Tensor,
     scratch: AttentionScratch | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    lift: float = 1.0,
     tiles: AttentionTiles | None = None,
 ) -> None:
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
@@ -239,41 +245,16 @@ def tree_attention(
     assert scratch is not None
     places, kv_heads, capacity, head_dim = len(rows.slots), *keys.shape[1:]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
-    group, device = heads // kv_heads, qkv.device
+    device, is_path, sinks = qkv.device, rows.paths is None, params.sinks
     if tiles is None:
-        tiles = attention_tiles(
-            places,
-            nodes,
-            (heads, kv_heads, head_dim),
-            num_processors(device),
-            qkv.itemsize,
-            is_tree=rows.paths is not None,
-            gpu=gpu_name(device),
-        )
-    blocks, parts = triton.cdiv(nodes * group, tiles.rows), num_states(capacity, tiles)
-    shape = kernels.AttentionShape(
-        group,
-        kv_heads,
-        head_dim,
-        max(16, triton.next_power_of_2(head_dim)),
-        rows.paths is None,
-        window is not None,
-        softcap is not None,
-        "ieee" if qkv.dtype == torch.float32 else "tf32",
-        lift,
-    )
-    numbers = kernels.AttentionNumbers(
-        scale,
-        softcap or 1.0,
-        window or 0,
-        nodes,
-        1 if rows.paths is None else rows.paths.shape[2],
-        qkv.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-    )
+        sizes, num_sms = (heads, kv_heads, head_dim), num_processors(device)
+        tiles = attention_tiles(places, nodes, sizes, num_sms, qkv.itemsize, not is_path, gpu_name(device))
+    shape = _shape(heads, keys, is_path, params)
+    numbers = _numbers(nodes, qkv, keys, rows, params)
+    group, states = shape.group, num_states(capacity, tiles)
     overlaps, options = overlapping(device)
-    seen = rows if rows.paths is not None else rows._replace(paths=rows.slots)
+    seen = rows._replace(paths=rows.slots) if is_path else rows
+    blocks = triton.cdiv(nodes * group, tiles.rows)
     kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](
         qkv,
         keys,
@@ -281,10 +262,10 @@ def tree_attention(
         seen,
         scratch,
         numbers,
-        parts,
+        states,
         None,
         SHAPE=shape,
-        WALKS=tiles.walks,
+        ALL_SPLITS=tiles.sums_all_splits,
         ROWS=tiles.rows,
         STAGES=tiles.num_stages,
         OVERLAP=overlaps,
@@ -292,7 +273,7 @@ def tree_attention(
         **options,
     )
     # Nodes of a path share their keys; those of a tree gather their own.
-    in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if rows.paths is None else 1
+    in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if is_path else 1
     groups = triton.cdiv(group, TAIL_ROWS // in_tile)
     kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
         qkv,
@@ -303,13 +284,43 @@ def tree_attention(
         scratch.stats if sinks is None else sinks,
         out,
         numbers,
-        parts,
+        states,
         SHAPE=shape,
-        WALKS=tiles.walks,
+        ALL_SPLITS=tiles.sums_all_splits,
         ROWS=TAIL_ROWS,
         IN_TILE=in_tile,
         SINKS=sinks is not None,
         OVERLAP=overlaps,
         num_warps=tiles.tail_warps,
         **options,
+    )
+
+
+def _shape(heads: int, keys: Tensor, is_path: bool, params: AttentionParams) -> kernels.AttentionShape:
+    _, kv_heads, _, head_dim = keys.shape
+    return kernels.AttentionShape(
+        heads // kv_heads,
+        kv_heads,
+        head_dim,
+        max(16, triton.next_power_of_2(head_dim)),
+        is_path,
+        params.window is not None,
+        params.softcap is not None,
+        "ieee" if keys.dtype == torch.float32 else "tf32",
+        params.lift,
+    )
+
+
+def _numbers(
+    nodes: int, qkv: Tensor, keys: Tensor, rows: AttentionRows, params: AttentionParams
+) -> kernels.AttentionNumbers:
+    return kernels.AttentionNumbers(
+        params.scale,
+        params.softcap or 1.0,
+        params.window or 0,
+        nodes,
+        1 if rows.paths is None else rows.paths.shape[2],
+        qkv.stride(0),
+        keys.stride(0),
+        keys.stride(1),
     )

@@ -59,7 +59,7 @@ class AttentionNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the kernels are compiled for; ``block_d``: ``head_dim`` to a power of two; ``is_path``: no branches."""
+    """Constants of the kernels; ``block_d``: ``head_dim`` to a power of two; ``is_path``: no branches."""
 
     group: int
     kv_heads: int
@@ -74,15 +74,16 @@ class AttentionShape:
 
 @triton.jit
 def tail_start(position):
-    """The first key of a position's tail."""
+    """Return the first key of a position's tail."""
     return tl.maximum(position - _REACH, 0) // _TAIL * _TAIL
 
 
 @triton.jit
 def split_start(split):
-    """The first key of a split: 128 keys up to 512, 256 up to 1,024, 512 up to 4,096, 1,024 up to 32,768, then 4,096.
+    """Return the first key of a split.
 
-    Few where the prefix is long, as states are written and read; many where it is short, as they are done side by side.
+    Splits have 128 keys up to 512, 256 up to 1,024, 512 up to 4,096, 1,024 up to 32,768, then 4,096: few where the
+    prefix is long, as states are written and read; many where it is short, as they are done side by side.
     """
     more = 128 * tl.maximum(split - 4, 0) + 256 * tl.maximum(split - 6, 0) + 512 * tl.maximum(split - 12, 0)
     return 128 * split + more + 3072 * tl.maximum(split - 40, 0)
@@ -90,7 +91,7 @@ def split_start(split):
 
 @triton.jit
 def split_of(key):
-    """The split that a key is in."""
+    """Return the split that a key is in."""
     first = tl.minimum(key, 512) // 128 + tl.minimum(tl.maximum(key - 512, 0), 512) // 256
     more = tl.minimum(tl.maximum(key - 1024, 0), 3072) // 512 + tl.minimum(tl.maximum(key - 4096, 0), 28672) // 1024
     return first + more + tl.maximum(key - 32768, 0) // 4096
@@ -98,7 +99,7 @@ def split_of(key):
 
 @triton.jit
 def _first_state(length, numbers, SHAPE: tl.constexpr):
-    """The first split that rows of a place may have a state of."""
+    """Return the first split that rows of a place may have a state of."""
     if SHAPE.has_window:
         return split_of(tl.maximum(length - numbers.window + 1, 0))
     else:
@@ -107,7 +108,7 @@ def _first_state(length, numbers, SHAPE: tl.constexpr):
 
 @triton.jit
 def _scores(q, key, numbers, SHAPE: tl.constexpr):
-    """Scores, and what makes them powers of two."""
+    """Return scores, and the factor that makes them powers of two."""
     score = tl.dot(q, tl.trans(key), input_precision=SHAPE.precision)
     unit = numbers.scale * 1.4426950408889634
     if SHAPE.is_capped:
@@ -136,7 +137,7 @@ def _see(best, total, acc, score, unit, value, SHAPE: tl.constexpr):
 
 @triton.jit
 def _merge(best, total, acc, best_2, total_2, acc_2):
-    """The state of two runs of keys, the earlier one first."""
+    """Merge the states of two runs of keys, the earlier one first."""
     new_best = tl.maximum(best, best_2)
     one, two = tl.exp2(best - new_best), tl.exp2(best_2 - new_best)
     total = tl.fma(total, one, total_2 * two)
@@ -146,7 +147,7 @@ def _merge(best, total, acc, best_2, total_2, acc_2):
 
 @triton.jit
 def _first_key(position, numbers, SHAPE: tl.constexpr):
-    """The first key that a position's window leaves it."""
+    """Return the first key that a position's window leaves it."""
     if SHAPE.has_window:
         return tl.maximum(position - numbers.window + 1, 0)
     else:
@@ -155,7 +156,7 @@ def _first_key(position, numbers, SHAPE: tl.constexpr):
 
 @triton.jit
 def _positions(rows, place, node, in_use, length, numbers, SHAPE: tl.constexpr):
-    """Where rows stand in their sequence."""
+    """Load the positions of rows in their sequence."""
     if SHAPE.is_path:
         return length + node
     else:
@@ -211,7 +212,7 @@ def _see_blocks(
 def _split_state(
     q, key_at, value_at, split, first_key, tail, common, numbers, blocks_ptr, SHAPE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """The state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``.
+    """Compute the state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``.
 
     All rows see those before ``common``, whole blocks of them.
     """
@@ -263,7 +264,7 @@ def _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHA
 
 @triton.jit
 def _state(scratch, part, node, head, had, numbers, SHAPE: tl.constexpr):
-    """What `_put_state` has left; nothing seen for rows that have none."""
+    """Load a state of `_put_state`; one that has seen nothing for rows without."""
     BLOCK_D: tl.constexpr = SHAPE.block_d
     d = tl.arange(0, BLOCK_D)
     at = (part * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
@@ -284,12 +285,12 @@ def main_kernel(
     parts,
     blocks_ptr,
     SHAPE: tl.constexpr,
-    WALKS: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Main parts of ``ROWS`` query rows of a key head: states of some splits, or one of all (WALKS).
+    """Attend to main parts by ``ROWS`` query rows of a key head: states of some splits, or one of all (ALL_SPLITS).
 
     ``blocks_ptr`` int32 [1] counts the blocks that all programs go through; None counts nothing.
     """
@@ -325,11 +326,11 @@ def main_kernel(
         count = last_split - first_split + 1
         for index in tl.range(tl.program_id(1), count, tl.num_programs(1)):
             # In order, or the longest ones first.
-            split = first_split + index if WALKS else last_split - index
+            split = first_split + index if ALL_SPLITS else last_split - index
             best, total, acc = _split_state(
                 q, key_at, value_at, split, first_key, tail, common, numbers, blocks_ptr, SHAPE, STAGES
             )
-            if WALKS:
+            if ALL_SPLITS:
                 had = tl.where(index > 0, tail, 0) > 0
                 best_2, total_2, acc_2 = _state(scratch, place, node, head, had, numbers, SHAPE)
                 best, total, acc = _merge(best_2, total_2, acc_2, best, total, acc)
@@ -383,7 +384,7 @@ def _see_tail(
 
 @triton.jit
 def _main_state(scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE: tl.constexpr):
-    """What main parts have left of a split."""
+    """Load the state of a split that main parts have left."""
     had = in_use & (tail > first_key) & (split_start(split) < tail) & (split_start(split + 1) > first_key)
     return _state(scratch, part + split, node, head, had, numbers, SHAPE)
 
@@ -400,13 +401,13 @@ def tail_kernel(
     numbers,
     parts,
     SHAPE: tl.constexpr,
-    WALKS: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     IN_TILE: tl.constexpr,
     SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Tails of ``ROWS`` query rows of a key head, of IN_TILE nodes; then the merge with main parts, and the result.
+    """Attend to tails by ``ROWS`` query rows of a key head, of IN_TILE nodes; merge main parts, and write the result.
 
     Rows of nodes that are not in use, and of empty places, become 0.
     """
@@ -482,7 +483,7 @@ def tail_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     first = tl.min(tl.where(in_use, first_key, _FAR), 0)
     if end > first:
-        if WALKS:
+        if ALL_SPLITS:
             best, total, acc = _state(scratch, place, node, head, in_use & (tail > first_key), numbers, SHAPE)
         else:
             part = place * parts - _first_state(length, numbers, SHAPE)

@@ -13,13 +13,13 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _bits(size):
-    """Bits of a number, so that ``size`` of them sum to at most 2^30."""
+    """Return the bits of a number, so that ``size`` of them sum to at most 2^30."""
     return 30 - (size - 1).bit_length()
 
 
 @triton.jit
 def power_of_two(exponent):
-    """2^exponent as fp32, for exponents from -126 to 127."""
+    """Return 2^exponent as fp32, for exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 

@@ -65,16 +65,16 @@ def gpu_name(device: torch.device) -> str:
 
 
 def programs_wait(device: torch.device) -> bool:
-    """Whether a kernel's programs can wait for one another there: the interpreter runs them one after another."""
+    """Report whether programs of a kernel can wait for one another; the interpreter runs them one after another."""
     return device.type == "cuda"
 
 
 def overwrites_operands(device: torch.device) -> bool:
-    """Whether loops there may overwrite registers that matrix products still read (`product_kernels`)."""
+    """Report whether loops there may overwrite registers that matrix products still read (`product_kernels`)."""
     return device.type == "cuda" and major_capability(device) == 9
 
 
 def overlapping(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    """Whether kernels overlap there, and the options of a launch that does."""
+    """Report whether kernels overlap there; returns the options of a launch that does, too."""
     overlaps = device.type == "cuda" and major_capability(device) >= 9
     return overlaps, NO_FUSION | ({"launch_pdl": True} if overlaps else {})

@@ -2,12 +2,12 @@
 
 ``out[r, n] = sum over k of w[n, k] x[r, k]``: weights are the wide operand of the matrix instructions, rows the narrow
 one, so that one row and a hundred take the same instructions. What decides bits is a constant of shape and type: K is
-cut into `ProductShape.splits` parts of `ProductShape.split_size`, each part is summed in order of k by one accumulator,
-the parts are added in order. Tiles, warps, stages and who sums which part decide nothing:
+cut into `ProductShape.splits` of `ProductShape.split_size`, each split is summed in order of k by one accumulator,
+the splits are added in order. Tiles, warps, stages and who sums which split decide nothing:
 
-* with few tiles each part has a program of its own. When all are done, each adds all parts of its share of the rows
-  (``shares``), in order; or, where programs cannot wait for one another, the one that is done last adds them all;
-* with many (``walks``) a program sums all parts of its tile, one after another.
+* with few tiles each split has a program of its own. When all are done, each adds all splits of its share of the rows
+  (``cooperative``), in order; or, where programs cannot wait for one another, the one that is done last adds them all;
+* with many (``sums_all_splits``) a program sums all splits of its tile, one after another.
 
 Programs that wait for one another have numbers that follow one another, and a GPU begins programs by number: those that
 a waiting one needs have begun, or are the next to begin.
@@ -69,9 +69,9 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Tiling; never changes results: rows of w, columns of a step, rows of x, warps, stages, and who sums the parts.
+    """Tiling; never changes results: rows of w, columns of a step, rows of x, warps, stages, and who sums the splits.
 
-    ``ahead``: columns of w that a program asks for before it may read x. ``bulk``: w and x are copied by descriptors
+    ``ahead``: columns of w that a program asks for before it may read x. ``tma``: w and x are copied by descriptors
     (TMA), without threads' registers and instructions, which bound products of many rows. ``waits``: `_ended` waits.
     """
 
@@ -80,17 +80,17 @@ class ProductTiles:
     block_rows: int
     num_warps: int
     num_stages: int
-    walks: bool = False
+    sums_all_splits: bool = False
     ahead: int = 0
-    shares: bool = False
-    bulk: bool = False
+    cooperative: bool = False
+    tma: bool = False
     waits: bool = False
 
 
 class SplitScratch(NamedTuple):
-    """Parts of products that other programs add, and counters of finished parts and of readers, 0 between launches."""
+    """Sums of splits, which other programs add, and counters of finished splits and of readers, 0 between launches."""
 
-    parts: Tensor
+    sums: Tensor
     finished: Tensor
 
 
@@ -135,26 +135,26 @@ class HeadShape:
 
 @triton.jit
 def _place(rows, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Block of rows, block of w and part of this program: parts first, then blocks of rows, that share w in the L2."""
-    PARTS: tl.constexpr = 1 if TILES.walks else SHAPE.splits
+    """Return a program's blocks of rows and of w, and its split: splits first, then rows, that share w in the L2."""
+    SPLITS: tl.constexpr = 1 if TILES.sums_all_splits else SHAPE.splits
     blocks = tl.cdiv(rows, TILES.block_rows)
-    at = tl.program_id(0) // PARTS
-    return at % blocks, at // blocks, tl.program_id(0) % PARTS
+    at = tl.program_id(0) // SPLITS
+    return at % blocks, at // blocks, tl.program_id(0) % SPLITS
 
 
 @triton.jit
-def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The rows whose result this program writes, if it does."""
-    if TILES.shares:
+def _own_rows(block, split, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Return the rows whose result this program writes, if it does."""
+    if TILES.cooperative:
         SHARE: tl.constexpr = TILES.block_rows // SHAPE.splits
-        return block * TILES.block_rows + part * SHARE + tl.arange(0, SHARE)
+        return block * TILES.block_rows + split * SHARE + tl.arange(0, SHARE)
     else:
         return block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
 @triton.jit
 def _is_even(SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Whether all steps are whole, of FP8 weights with a scale a row: what bounds their product is instructions."""
+    """Report whether all steps are whole, of FP8 weights with a scale a row: instructions bound their product."""
     return SHAPE.groups == 1 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0
 
 
@@ -181,7 +181,7 @@ def _half(words, place: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _widened(words, kind: tl.constexpr):
-    """FP8 weights [rows, words] as numbers of another type [rows, 4 * words], in their own order (`Fp8Weight`).
+    """Widen FP8 weights [rows, words] to another type [rows, 4 * words], in their own order (`Fp8Weight`).
 
     Sign, exponent and mantissa move to their places; nothing is multiplied. As the exponent's bias stays e4m3's, bf16
     numbers are 2^120 and fp16 numbers 2^8 too small, subnormals too: `_row_scales` and rows make up for it.
@@ -205,7 +205,7 @@ def _widened(words, kind: tl.constexpr):
 
 @triton.jit
 def _ended(acc, TILES: tl.constexpr):
-    """A sum once its products have ended, as its value is read in the loop.
+    """Return a sum once its products have ended, as its value is read in the loop.
 
     On sm_90 products run on while a loop goes on, and read widened weights from registers. Triton 3.6 to 3.8 write the
     next step's weights into them before all of these products have ended (its issue 9433).
@@ -229,13 +229,13 @@ def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.
 
 
 @triton.jit
-def _sum_part(
-    x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
+def _sum_split(
+    x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, split, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
 ):
-    """Add a part's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
+    """Add a split's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
     k = tl.arange(0, TILES.block_k)
     element = tl.arange(0, TILES.block_k // SHAPE.packed)
-    start = part * SHAPE.split_size
+    start = split * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
     w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + element[None, :]
     x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
@@ -248,7 +248,7 @@ def _sum_part(
 
 
 @triton.jit
-def _bulk_part(
+def _tma_split(
     x_tiles,
     w_tiles,
     scale_ptr,
@@ -256,15 +256,15 @@ def _bulk_part(
     n,
     n_inside,
     second,
-    part,
+    split,
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """A part of a tile by descriptors: rows of w from the first of ``n`` on, of pairs as many from ``second`` on."""
+    """Multiply a split by descriptors: rows of w from the first of ``n`` on, of pairs as many from ``second`` on."""
     row_0, first = tl.min(row, 0), tl.min(n, 0)
     ROWS: tl.constexpr = TILES.block_rows
-    start = part * SHAPE.split_size
+    start = split * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
     if PAIRS and SHAPE.groups == 0:
         one = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
@@ -300,39 +300,39 @@ def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr)
 
 @triton.jit
 def _add(x, y):
-    """x + y. Where x is a product of one step, a compiler makes y the start of its sum if it sees an addition."""
+    """Add x and y. Where x is a product of one step, a compiler makes y the start of its sum if it sees an addition."""
     return tl.fma(x, tl.full(x.shape, 1.0, tl.float32), y)
 
 
 @triton.jit
-def _part_at(scratch, part, row, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Where some rows of a part of this program's tile lie until they are added: fp32 [block_n, rows]."""
+def _split_at(scratch, split, row, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Return where rows of a split of a program's tile lie until they are added: pointers to fp32 [block_n, rows]."""
     tile = tl.program_id(0) // SHAPE.splits
     SIZE: tl.constexpr = TILES.block_n * TILES.block_rows
     i = (row % TILES.block_rows)[None, :] * TILES.block_n + tl.arange(0, TILES.block_n)[:, None]
-    return scratch.parts + (tile.to(tl.int64) * SHAPE.splits + part) * SIZE + i
+    return scratch.sums + (tile.to(tl.int64) * SHAPE.splits + split) * SIZE + i
 
 
 @triton.jit
-def _part(scratch, part, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
+def _load_split(scratch, split, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
     # From the L2: what other programs wrote.
-    at = _part_at(scratch, part, row, SHAPE, TILES)
+    at = _split_at(scratch, split, row, SHAPE, TILES)
     return tl.load(at, mask=inside[None, :], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The sum of a tile for the rows that this program writes, times `_row_scales`: of parts, two or four, in order.
+    """Sum a tile for the rows that this program writes, times `_row_scales`: splits, two or four, in order.
 
     All are on their way before the first is added.
     """
-    if not (TILES.walks or SHAPE.splits == 1):
+    if not (TILES.sums_all_splits or SHAPE.splits == 1):
         tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
-        first = _part(scratch, 0, row, inside, SHAPE, TILES)
-        second = _part(scratch, 1, row, inside, SHAPE, TILES)
+        first = _load_split(scratch, 0, row, inside, SHAPE, TILES)
+        second = _load_split(scratch, 1, row, inside, SHAPE, TILES)
         if SHAPE.splits == 4:
-            third = _part(scratch, 2, row, inside, SHAPE, TILES)
-            fourth = _part(scratch, 3, row, inside, SHAPE, TILES)
+            third = _load_split(scratch, 2, row, inside, SHAPE, TILES)
+            fourth = _load_split(scratch, 3, row, inside, SHAPE, TILES)
             acc = ((first + second) + third) + fourth
         else:
             acc = first + second
@@ -341,7 +341,7 @@ def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.con
 
 @triton.jit
 def _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE: tl.constexpr):
-    """What sums of `_widened` weights are multiplied by: a row's scale if `_step` has applied none, a power of two."""
+    """Return the factor of sums of `_widened` weights: a row's scale if `_step` has applied none, a power of two."""
     POWER: tl.constexpr = _LIFT if x_ptr.dtype.element_ty == tl.bfloat16 else 256.0
     if SHAPE.groups == 1:
         return tl.load(scale_ptr + n, mask=n_inside, other=0.0) * POWER
@@ -351,53 +351,53 @@ def _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE: tl.constexpr):
 
 @triton.jit
 def _may_end(scratch, acc, row, inside, has_own, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Leave a part, and whether this program goes on to write rows: all parts can be read then.
+    """Leave a split, and report whether this program goes on to write rows: all splits can be read then.
 
-    A counter's low byte counts parts that are left, the next one programs that have seen that all are.
+    A counter's low byte counts splits that are left, the next one programs that have seen that all are.
     """
-    if TILES.walks or SHAPE.splits == 1:
+    if TILES.sums_all_splits or SHAPE.splits == 1:
         return True
     else:
-        PARTS: tl.constexpr = SHAPE.splits
-        at = scratch.finished + tl.program_id(0) // PARTS
-        tl.store(_part_at(scratch, tl.program_id(0) % PARTS, row, SHAPE, TILES), acc, mask=inside[None, :])
+        SPLITS: tl.constexpr = SHAPE.splits
+        at = scratch.finished + tl.program_id(0) // SPLITS
+        tl.store(_split_at(scratch, tl.program_id(0) % SPLITS, row, SHAPE, TILES), acc, mask=inside[None, :])
         tl.debug_barrier()
-        if TILES.shares:
+        if TILES.cooperative:
             if has_own:
                 found = tl.atomic_add(at, 1, sem="acq_rel") + 1
-                while found & 255 < PARTS:
+                while found & 255 < SPLITS:
                     found = tl.atomic_add(at, 0, sem="acquire")
                 tl.debug_barrier()
-                if tl.atomic_add(at, 256, sem="relaxed") >> 8 == PARTS - 1:
+                if tl.atomic_add(at, 256, sem="relaxed") >> 8 == SPLITS - 1:
                     tl.store(at, 0)
-            elif tl.atomic_add(at, 257, sem="release") >> 8 == PARTS - 1:
+            elif tl.atomic_add(at, 257, sem="release") >> 8 == SPLITS - 1:
                 tl.store(at, 0)
             return has_own
         else:
-            is_last = tl.atomic_add(at, 1, sem="acq_rel") == PARTS - 1
+            is_last = tl.atomic_add(at, 1, sem="acq_rel") == SPLITS - 1
             if is_last:
                 tl.store(at, 0)
             return is_last
 
 
 @triton.jit
-def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
+def _begin(w_ptr, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
     """Wait for the kernels before, with the first weights on their way; `_product` goes on with them.
 
     Between both a kernel loads what it needs at its end.
     """
-    if TILES.walks or TILES.bulk:
+    if TILES.sums_all_splits or TILES.tma:
         if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
+            _ask_ahead(w_ptr, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return n
     else:
-        k = part * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
-        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
+        k = split * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
+        stop = tl.minimum((split + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
         w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
         w = _weights(w_at, n_inside, k, stop, SHAPE, TILES)
         if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
+            _ask_ahead(w_ptr, n, n_inside, split * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return w
 
@@ -415,41 +415,41 @@ def _product(
     n,
     n_inside,
     second,
-    part,
+    split,
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """A tile of the product, [block_n, block_rows], or this program's part of it: `_may_end` and `_whole` end it.
+    """Multiply a tile, [block_n, block_rows], or this program's split of it: `_may_end` and `_whole` end it.
 
     ``n``: the tile's rows of w; of PAIRS those of the other kind begin at ``second``. ``x_tiles``, ``w_tiles``: with
-    ``bulk`` descriptors of x and w.
+    ``tma`` descriptors of x and w.
     """
-    if TILES.bulk:
-        acc = _bulk_part(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, part, SHAPE, TILES, PAIRS)
-        if TILES.walks:
+    if TILES.tma:
+        acc = _tma_split(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, split, SHAPE, TILES, PAIRS)
+        if TILES.sums_all_splits:
             for each in tl.range(1, SHAPE.splits):
-                more = _bulk_part(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, each, SHAPE, TILES, PAIRS)
+                more = _tma_split(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, each, SHAPE, TILES, PAIRS)
                 acc = _add(more, acc)
-    elif TILES.walks:
+    elif TILES.sums_all_splits:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
+        acc = _sum_split(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            acc = _add(_sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
+            acc = _add(_sum_split(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
     else:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
-        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
+        k = split * SHAPE.split_size + tl.arange(0, TILES.block_k)
+        stop = tl.minimum((split + 1) * SHAPE.split_size, SHAPE.depth)
         x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
-        acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
-        acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
+        acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
+        acc = _sum_split(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, split, TILES.block_k, acc, SHAPE, TILES)
     return acc
 
 
 @triton.jit
 def _pairs(acc):
-    """Both products of each pair of a tile [block_n, block_rows], [block_n / 2, block_rows] each."""
+    """Take a tile [block_n, block_rows] apart into both products of each pair, [block_n / 2, block_rows] each."""
     SIZE: tl.constexpr = acc.shape[0] // 2
     ROWS: tl.constexpr = acc.shape[1]
     apart = tl.permute(tl.reshape(acc, (SIZE // _PAIRED, 2, _PAIRED, ROWS)), (0, 2, 3, 1))
@@ -459,7 +459,7 @@ def _pairs(acc):
 
 @triton.jit
 def _interleaved(first, second):
-    """What `_pairs` takes apart."""
+    """Join both products of each pair, as `_pairs` takes them apart."""
     SIZE: tl.constexpr = first.shape[0]
     ROWS: tl.constexpr = first.shape[1]
     both = tl.join(
@@ -470,13 +470,13 @@ def _interleaved(first, second):
 
 @triton.jit
 def _pair_of(i):
-    """The pair of a tile that its row i is of, and whether it is the second of both."""
+    """Return the pair of a tile that its row i is of, and whether it is the second of both."""
     return i // (2 * _PAIRED) * _PAIRED + i % _PAIRED, i // _PAIRED % 2
 
 
 @triton.jit
 def _squares(factor, row, inside, DEPTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of squares of some rows, [block_rows, groups]."""
+    """Load the sums of squares of some rows, [block_rows, groups]."""
     group = tl.arange(0, GROUPS)
     count: tl.constexpr = (DEPTH + _GROUP - 1) // _GROUP
     at = row.to(tl.int64)[:, None] * count + group[None, :]
@@ -485,7 +485,7 @@ def _squares(factor, row, inside, DEPTH: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def norm_factor(squares, eps, unshrink, DEPTH: tl.constexpr):
-    """Rows' factor 1 / sqrt(mean of squares + eps), times what shrank the gain: fp32 [block_rows]."""
+    """Return 1 / sqrt(mean of squares + eps) of rows, times the inverse of what shrank the gain: fp32 [block_rows]."""
     return tl.rsqrt(exact_sum(squares, 1) / DEPTH + eps) * unshrink
 
 
@@ -545,7 +545,7 @@ def embed_kernel(
     TAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows of a table become the residual."""
+    """Put rows of a table into the residual."""
     # Not launched to overlap: it waits for all before it by itself.
     let_next_begin(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -585,7 +585,7 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What the norm gives, for heads that read it."""
+    """Write the norm's result, for heads that read it."""
     let_next_begin(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -621,18 +621,20 @@ def add_product_kernel(
     TAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The residual gains a product."""
+    """Add a product to the residual."""
     let_next_begin(OVERLAP)
-    block, tile, part = _place(rows, SHAPE, TILES)
+    block, tile, split = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
-    own = _own_rows(block, part, SHAPE, TILES)
+    own = _own_rows(block, split, SHAPE, TILES)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, own_inside, n_inside = row < rows, own < rows, n < SHAPE.size
-    w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
+    w = _begin(w_ptr, n, n_inside, split, SHAPE, TILES, OVERLAP)
     residual_at = residual_ptr + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
     scales = _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE)
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, split, SHAPE, TILES, False
+    )
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
@@ -673,15 +675,17 @@ def head_product_kernel(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Logits; of one part."""
+    """Write logits; K is whole."""
     let_next_begin(OVERLAP)
-    block, tile, part = _place(rows, SHAPE, TILES)
+    block, tile, split = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, n_inside = row < rows, n < SHAPE.size
-    w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
+    w = _begin(w_ptr, n, n_inside, split, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, split, SHAPE, TILES, False
+    )
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -707,23 +711,23 @@ def gated_product_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SwiGLU of a product, times LIFT."""
+    """Write the SwiGLU of a product, times LIFT."""
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
     PAIRS: tl.constexpr = TILES.block_n // 2
-    block, tile, part = _place(rows, SHAPE, TILES)
+    block, tile, split = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     pair, is_up = _pair_of(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRS + pair
-    own = _own_rows(block, part, SHAPE, TILES)
+    own = _own_rows(block, split, SHAPE, TILES)
     inside, own_inside = row < rows, own < rows
     w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
-    w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
+    w = _begin(w_ptr, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
     scales = _row_scales(x_ptr, scale_ptr, w_row, w_inside, SHAPE)
     halfway = tile * PAIRS + SIZE
     acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True
     )
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gate, up = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
@@ -758,16 +762,16 @@ def qkv_product_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Queries, and keys and values in the cache."""
+    """Write queries, and keys and values into the cache."""
     let_next_begin(OVERLAP)
     HALF: tl.constexpr = HEADS.head_dim // 2
     BLOCK: tl.constexpr = HEADS.half_block
     PAIRS: tl.constexpr = TILES.block_n // 2
     IN_TILE: tl.constexpr = PAIRS // BLOCK
-    block, tile, part = _place(rows, SHAPE, TILES)
+    block, tile, split = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     pair, is_second = _pair_of(tl.arange(0, TILES.block_n))
-    own = _own_rows(block, part, SHAPE, TILES)
+    own = _own_rows(block, split, SHAPE, TILES)
     inside, own_inside = row < rows, own < rows
     of_head = tile * IN_TILE + pair // BLOCK
     w_row = of_head * HEADS.head_dim + pair % BLOCK + is_second * HALF
@@ -776,12 +780,12 @@ def qkv_product_kernel(
     position = tl.load(heads.positions + own, mask=own_inside, other=0).to(tl.int64)
     kv_row = tl.load(heads.kv_rows + own, mask=own_inside, other=-1).to(tl.int64)
     slot = tl.load(heads.slots + own // heads.nodes, mask=own_inside, other=0).to(tl.int64)
-    w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
+    w = _begin(w_ptr, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
     scales = _row_scales(x_ptr, scale_ptr, w_row, w_inside, SHAPE)
     halfway = tile * HEADS.head_dim + HALF
     acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True
     )
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         i = tl.arange(0, PAIRS)

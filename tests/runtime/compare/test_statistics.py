@@ -166,6 +166,7 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
     plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
     found = advise({"a": timings(0.02, 2.0, 2, difficulty=np.array([0.5, 1.5]))}, {"a": 2}, plain)
     assert found.reasons[1] == "a ran at 1.01 times the speed of plain decoding."
+    assert (found.is_decided, found.beats_plain) == (False, None)
 
 
 def test_no_difference_among_enough_prompts_is_said() -> None:

@@ -27,6 +27,13 @@ NAMES_ELSEWHERE = {
     runtime.HeadWeights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
     runtime.Buffers: "Kbuf Vbuf pos_id frontier_idx scores next_frontier_idx next_scores next_tokens "
     "cand_token cand_score cand_parent",
+    runtime.TreeConfig: "K TOPK DEPTH",
+    runtime.DrafterConfig.of: "T_max",
+    runtime.launch_drafter: "fallback",
+    runtime.patch_eagle_model: "use_triton_drafter",
+    runtime.register_triton_backend: "fallback overwrite",
+    partial(frontier_generate, object(), [1], head="slim"): "fallback overwrite use_triton_drafter",
+    partial(fused_draft_token_generation, object(), [1], drafter="reference", head="slim"): "fallback",
 }
 
 
@@ -97,10 +104,13 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
         check(frontier_generate, model, backend=backend)
     assert len(kept_on(model)) == 1, "its own drafter needs no other"
     sampled = {"temperature": 0.7, "seed": 5, "max_new_tokens": 6}
-    for off in ({"top_p": 0.0}, {"top_k": 0, "top_p": 0}):
-        found = frontier_generate(model, ids, backend="mine", **sampled, **off)
-        assert found.token_ids == model.generate(ids, **sampled).token_ids
-        with raises(UsageError, option="top_p"):
+    for off, refused in (({"top_p": 0.0}, "top_p"), ({"top_k": 0, "top_p": 0}, "top_p"), ({"top_k": 0.0}, "top_k")):
+        wanted = model.generate(ids, **sampled).token_ids
+        assert frontier_generate(model, ids, backend="mine", **sampled, **off).token_ids == wanted
+        for given, loads in ((model, {}), (target, loading)):
+            found = fused_draft_token_generation(given, ids, drafter="reference", **loads, **sampled, **off)
+            assert found.token_ids == wanted
+        with raises(UsageError, option=refused):
             model.generate(ids, **sampled, **off)
     for given in ({"head": head}, {"draft_weights": "fp8"}, {"tree": (2, 3, 8)}):
         with raises(UsageError, option=next(iter(given))):
@@ -184,10 +194,6 @@ def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> Non
             with raises(UsageError, option=name) as caught:
                 owner(**{name: 1})
             assert "docs/upstream.md" in str(caught.value)
-    for call in (partial(frontier_generate, object(), [1], head="slim"), runtime.register_triton_backend):
-        with raises(UsageError, option="fallback") as caught:
-            call(fallback="reference")
-        assert "docs/upstream.md" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
-from transformers import GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
+from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -284,6 +284,28 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
     with raises(UsageError, option="input_ids"):
         model.generate(prompt, max_new_tokens=2)
+
+
+def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=4).token_ids
+    read = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    for given in (read, {**read, "token_type_ids": [[0, 0, 0]], "pixel_values": None}, BatchEncoding(read)):
+        assert model.generate(given, max_new_tokens=4).token_ids == expected
+    others: dict[str, Any] = {
+        "position_ids": ids,
+        "pixel_values": torch.ones(1, 3, 2, 2),
+        "inputs_embeds": torch.ones(1, 3, 32),
+        "atention_mask": [[0, 1, 1]],
+        "max_new_tokens": 2,
+        "token_type_ids": torch.tensor([[0, 1, 0]]),
+    }
+    for name, value in others.items():
+        with raises(UsageError, option=name):
+            model.generate({"input_ids": ids, name: value}, max_new_tokens=4)
+        if name != "max_new_tokens":
+            with raises(UsageError, option=name):
+                model.generate(input_ids=ids, **{name: value})
 
 
 @pytest.mark.parametrize(

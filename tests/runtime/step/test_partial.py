@@ -206,7 +206,7 @@ def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
     decoder.slots.box.numbers.copy_(torch.tensor([0, len(prompt), 1, 0, *[-1] * MAX_EOS]))
     decoder.slots.box.tokens[: len(prompt)] = torch.tensor(prompt)
     with torch.inference_mode():
-        decoder.enter(len(prompt), ChoiceRules())
+        decoder.prompts.enter(len(prompt), ChoiceRules())
     assert isinstance(decoder.drafts, PartialChains)
     llama = model.target.model.model
     tokens, positions = torch.tensor([prompt[::-1][:ROWS]]), torch.tensor([[99 - back for back in range(ROWS)]])

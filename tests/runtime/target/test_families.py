@@ -39,6 +39,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 8, "global_head_dim": 8, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
          "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 8,
          "vocab_size_per_layer_input": 24}),
+    "no recurrent layer, rotated": (
+        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
+        {"layer_types": ["attention"] * 6, "position_embedding_type": "rope", "shared_intermediate_size": 48,
+         "mamba_n_heads": 8, "num_local_experts": 0}),
+    "no recurrent layer, without positions": (
+        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
+        {"layer_types": ["attention"] * 6, "shared_intermediate_size": 48, "mamba_n_heads": 8, **EXPERTS}),
+    "no convolving layer": ("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["full_attention"] * 6}),
 }  # fmt: skip
 
 
@@ -103,6 +111,7 @@ def test_a_prompt_that_sees_what_follows_is_refused(tmp_path: Path, monkeypatch:
         ("Llama4", {"layer_types": ["full_attention"] * 6, "num_local_experts": 2}, "layer 3 computes with the length"),
         ("Gemma2", {"sliding_window": None}, "Gemma2ForCausalLM cannot run a token"),
         ("GPTJ", {"rotary_dim": 8}, "not take a registered attention function"),
+        ("GraniteMoeHybrid", {"layer_types": ["attention"] * 5 + ["mamba"], "mamba_n_heads": 8}, "a recurrent state"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,0 +1,159 @@
+"""Texts and numbers of others: quoted where they go into files of ours, refused by place, or ignored in a card."""
+
+import json
+import math
+import shutil
+from collections import namedtuple
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import yaml
+from eagle_slim.convert import Artifact, ArtifactError, MismatchError, VocabRequest, atomic, verify_artifact
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from support.conversion import BY_ID, by_map, convert
+from support.heads import TOKENS, write_eagle3, write_json
+from support.raising import raises_with
+from support.tampering import change_manifest
+from support.token_counts import token_counts
+
+RANKED = range(40)
+
+
+def front_matter(folder):
+    return yaml.safe_load((folder / "README.md").read_text().split("\n---\n")[0].removeprefix("---\n"))
+
+
+@pytest.mark.parametrize(
+    "licence", ["mit\nmodel-index: [evil]", "no", "a: b", "- x", "1.0", "#", "'", "mit\n---\n# Buy"]
+)
+def test_a_licence_is_one_text_of_the_front_matter(tmp_path, licence):
+    head = write_eagle3(tmp_path / "head")
+    (head / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = front_matter(done.folder)
+    assert set(found) == {"license", "pipeline_tag", "tags"}
+    assert found["license"] == licence
+    assert "\n# Buy" not in (done.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "odd", ["date: 2024-02-30", "a: " + "[" * 5000, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"]
+)
+def test_a_card_that_yaml_cannot_read_stops_no_conversion(tmp_path, odd):
+    head = write_eagle3(tmp_path / "head")
+    (head / "README.md").write_text(f"---\nlicense: mit\n{odd}\n---\n")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert front_matter(done.folder)["license"] == "unknown"
+
+
+def test_a_target_that_a_head_names_is_quoted_in_the_commands(tmp_path):
+    head = write_eagle3(tmp_path / "head", spelling="speculators")
+    config = json.loads((head / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "x/y; rm -rf ~"
+    write_json(head / "config.json", config)
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), tokenizer=None, out=tmp_path / "out")
+    card = (done.folder / "README.md").read_text()
+    assert "vllm serve 'x/y; rm -rf ~' " in card
+    assert front_matter(done.folder)["base_model"] == "x/y; rm -rf ~"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("head", "repo_id"), 7),
+        (("target", "repo_id"), 7),
+        (("target", "wheel"), [1]),
+        (("head", "subfolder"), {}),
+        (("tokenizer", "hash"), 1.5),
+        (("tap_layers",), ["2"]),
+        (("warnings",), [7]),
+        (("vocabulary", "sources"), [7]),
+        (("vocabulary", "counted_ids"), "many"),
+    ],
+)
+def test_numbers_where_a_manifest_has_names_are_refused_by_place(tmp_path, target, path, value):
+    done = convert(
+        write_eagle3(tmp_path / "head"), draft_vocab=320, target=target, vocabulary=BY_ID, out=tmp_path / "out"
+    )
+
+    def damage(manifest):
+        for key in path[:-1]:
+            manifest = manifest[key]
+        manifest[path[-1]] = value
+
+    change_manifest(done.folder, damage)
+    with raises_with(ArtifactError, "eagle_slim.json", *path):
+        Artifact.load(done.folder)
+    assert [check.name for check in verify_artifact(done.folder, offline=True).failed] == ["manifest"]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1, "32", True, 2.5])
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_sizes_of_a_target_that_are_none(tmp_path, target, key, value):
+    config = json.loads((target / "config.json").read_text())
+    write_json(target / "config.json", config | {key: value})
+    with raises_with(MismatchError, str(target), key):
+        convert(write_eagle3(tmp_path / "head"), draft_vocab=320, target=target, vocabulary=BY_ID, out=tmp_path / "out")
+
+
+def refused_alike(run, tmp_path, head, out):
+    """What a dry run and the run say, which are the same."""
+    arguments = (convert_command, head, "--draft-vocab", "8", "--token-map", "freq.pt", "--out", out)
+    by_map(tmp_path, RANKED)
+    before = sorted(tmp_path.rglob("*"))
+    (dry, _, planned), (real, _, said) = run(*arguments, "--dry-run"), run(*arguments)
+    assert (dry, real) == (1, 1)
+    errors = {
+        "\n".join(line for line in err.splitlines() if not line.startswith("writing ")) for err in (planned, said)
+    }
+    assert len(errors) == 1
+    assert ".eagle-slim-" not in said
+    assert sorted(tmp_path.rglob("*")) == before
+    return said
+
+
+@pytest.mark.parametrize("length", [240, 300])
+def test_a_dry_run_refuses_a_name_that_is_too_long(run, tmp_path, length):
+    assert "too long" in refused_alike(run, tmp_path, write_eagle3(tmp_path / "head"), "n" * length)
+
+
+def test_a_dry_run_refuses_a_disk_without_room(run, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 5, 5))
+    assert "the disk has 5" in refused_alike(run, tmp_path, write_eagle3(tmp_path / "head"), "out")
+
+
+def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total free")(10**12, 10**12))
+
+    def full(path, plans):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("eagle_slim.convert.pipeline.write_safetensors", full)
+    by_map(tmp_path, RANKED)
+    code, _, err = run(
+        convert_command, write_eagle3(tmp_path / "head"), "--draft-vocab", "8", "--token-map", "freq.pt", "--out", "o"
+    )
+    assert (code, "No space left" in err, ".eagle-slim-" in err) == (1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("provenance", "error"), [({"x": math.nan}, "NaN"), ({"parts": 7}, None), ({"parts": [7]}, None)]
+)
+def test_odd_accounts_of_counts(tmp_path, target, provenance, error):
+    counted = token_counts([1] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+    odd = replace(counted, sources=(replace(counted.sources[0], provenance=provenance),))
+    options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,)), "out": tmp_path / "out"}
+    head = write_eagle3(tmp_path / "head")
+    with raises_with(MismatchError, error) if error else nullcontext():
+        convert(head, **options)
+
+
+def test_a_dataset_of_counts_is_one_text_of_the_front_matter(tmp_path, target):
+    counted = token_counts([1] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+    odd = replace(counted, sources=(replace(counted.sources[0], provenance={"dataset": "a/b\nlicense: x"}),))
+    options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,)), "out": tmp_path / "out"}
+    found = front_matter(convert(write_eagle3(tmp_path / "head"), **options).folder)
+    assert (found["datasets"], found["license"]) == (["a/b\nlicense: x"], "unknown")
