@@ -49,7 +49,7 @@ class CorpusSource:
 
     Attributes:
         location: id of a Hub dataset, or a local file, folder or glob.
-        name: how counts and reports call it; empty: made from the location.
+        name: empty: made from the location.
         weight: its share when sources are mixed, relative to the others.
         config, split, revision: of a Hub dataset; by default the only split, or "train".
         column: the column with the text or the chat; None: found by looking at the first records.
@@ -225,7 +225,6 @@ class OpenSource:
     """An opened source: what it holds, and how to read it.
 
     Attributes:
-        source: as asked for.
         kind: "text", or "chat" where the column holds messages.
         column: column read; "" for plain text, and for all columns before one is chosen.
         origin: JSON for provenance, without paths or times.
