@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 
@@ -39,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    if "triton.runtime.interpreter" in sys.modules:
+        from support.interpreter import remember_builtins
+
+        remember_builtins()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
