@@ -41,7 +41,7 @@ from .drafter.launch_params import (
 from .drafter.packing import PackedHead, Weights, pack_head
 from .drafter.tuned_cache import TunedCache, always, cache_key, layout_key, open_tuned_cache, read_shapes
 from .drafter.tuning.agreement import draft_and_replay
-from .drafter.tuning.precompile import Job, compile_all
+from .drafter.tuning.precompile import LaunchCase, compile_all
 from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
 from .drafter.tuning.timing import capture, interleave
 from .drafter.weights import HeadWeights
@@ -257,7 +257,7 @@ def run(from_shapes: str, again: bool, rounds: int, variants: int | None, budget
         if again or cache_key(cfg, chip) not in cache.launches
     ]
     print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
-    jobs = [Job(dims, cfg, each) for dims, cfg, derived, tried in todo for each in (derived, *tried.values())]
+    jobs = [LaunchCase(dims, cfg, each) for dims, cfg, derived, tried in todo for each in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, chip.capability, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0

@@ -25,7 +25,7 @@ from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, choose_
 from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
-from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
+from eagle_slim.runtime.drafter.tuning.precompile import LaunchCase, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
@@ -277,7 +277,7 @@ def compile_ahead(
         for tree, batch, rows in dict.fromkeys(shapes)
         for stored in weights
     ]
-    jobs = [Job(dims, cfg, find(cfg, chip)[0]) for cfg in configs]
+    jobs = [LaunchCase(dims, cfg, find(cfg, chip)[0]) for cfg in configs]
     compiled = sum(compile_all(jobs, chip.capability, COMPILE_S))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead", flush=True)
 

@@ -89,20 +89,23 @@ def test_stamps_are_compiled_where_they_are_asked_for(monkeypatch: pytest.Monkey
 
 AHEAD = """
 import torch
+from eagle_slim.runtime.compiling.kernels.compile_target import compile_only_for
 from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuning import precompile, problem
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
-precompile.begin_worker(90)
+compile_only_for(90)
 dims = problem.Dims(32, 32, 2, 1, 16, 100)
 cfg = problem.draft_config(dims, 50, TreeConfig(1, 2, 5), 1, 20, torch.bfloat16)
-precompile.compile_one(precompile.Job(dims, cfg, choose_launch(cfg, KNOWN_CHIPS[90])))
+(job,) = precompile.record_launch(precompile.LaunchCase(dims, cfg, choose_launch(cfg, KNOWN_CHIPS[90])))
+job.compile()
 print('{"initialised": %s, "gpus": %d}' % (str(torch.cuda.is_initialized()).lower(), torch.cuda.device_count()))
 """
 
 
-def test_a_worker_compiles_ahead_and_touches_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_ahead_touches_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert compile_in_a_process("-c", AHEAD) == {"initialised": False, "gpus": 0}
     (machine_code,) = tmp_path.glob("*/draft_kernel.cubin")
     assert b"sm_90" in machine_code.read_bytes()

@@ -172,4 +172,6 @@ def test_variants_are_timed_in_turn() -> None:
 def test_compiling_ahead_needs_more_than_one_kernel() -> None:
     assert precompile.compile_all([], 90, 1.0) == []
     cfg = draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
-    assert precompile.compile_all([precompile.Job(TINY, cfg, choose_launch(cfg, INTERPRETER))], 90, 1.0) == [False]
+    assert precompile.compile_all([precompile.LaunchCase(TINY, cfg, choose_launch(cfg, INTERPRETER))], 90, 1.0) == [
+        False
+    ]

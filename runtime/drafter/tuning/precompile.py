@@ -1,23 +1,19 @@
-"""Compile kernels in parallel processes before anything is timed; Triton's cache on disk hands them over.
+"""Compile the draft kernel for many configurations side by side, before anything is timed.
 
 Nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what Triton
-specialises on, are those of the launch to come. Workers see no GPU (`kernels.compile_target`), so they take none of its
-memory.
+specialises on, are those of the launch to come.
 """
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import signal
+import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
 
-from ...compiling.kernels.compile_target import compile_only_for
+from ...compiling.kernels.jobs import Job, recording
+from ...compiling.pool import CompilePool
 from ..dimensions import DrafterConfig
 from ..kernels.persistent import draft_kernel
 from ..launch import allocate_buffers, compile_options, kernel_arguments, kernel_constants
@@ -26,62 +22,45 @@ from ..packing import Weights, pack_head
 from ..tuned_cache import always
 from .problem import Dims, random_head
 
-logger = logging.getLogger(__name__)
 
-
-class Job(NamedTuple):
-    """A kernel to compile."""
+class LaunchCase(NamedTuple):
+    """A launch of the draft kernel."""
 
     dims: Dims
     cfg: DrafterConfig
     params: LaunchParams
 
 
-def compile_one(job: Job) -> None:
-    """Compile the kernel of one configuration into the cache."""
-    dims, cfg, params = job
+def record_launch(case: LaunchCase) -> list[Job]:
+    """Record the kernel of one launch."""
+    dims, cfg, params = case
     device = torch.device("meta")
     head = random_head(dims, device, cfg.dtype).of_rows(slice(cfg.draft_vocab))
     packed = pack_head(head, cfg, always(params))
     bufs = allocate_buffers(cfg, Weights(head, packed))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
-    draft_kernel.warmup(
-        grid=(params.num_programs,),
-        **kernel_arguments(cfg, features, packed, bufs),
-        **kernel_constants(cfg, params, packed.draft_vocab),
-        **compile_options(params),
-        launch_cooperative_grid=True,
-    )
+    jobs: dict[Job, None] = {}
+    with recording(jobs):
+        draft_kernel.warmup(
+            grid=(params.num_programs,),
+            **kernel_arguments(cfg, features, packed, bufs),
+            **kernel_constants(cfg, params, packed.draft_vocab),
+            **compile_options(params),
+            launch_cooperative_grid=True,
+        )
+    return list(jobs)
 
 
-def compile_all(jobs: Sequence[Job], capability: int, seconds: float) -> list[bool]:
+def compile_all(cases: Sequence[LaunchCase], capability: int, seconds: float) -> list[bool]:
     """Compile in order for as long as ``seconds``, for a ``capability`` (90 for sm_90); returns which are done.
 
-    A failure shows again, in full, at the launch. An interrupt is this process's alone: a pool whose workers it ends
-    can wait for them forever.
+    What still compiles then goes on, and a failure shows in full at the launch.
     """
-    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
-    if len(jobs) < 2 or processes < 2:
-        return [False] * len(jobs)
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), context, begin_worker, (capability,))
-    futures = [pool.submit(compile_one, job) for job in jobs]
-    try:
-        wait(futures, timeout=seconds)
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    done = [future.done() and future.exception() is None for future in futures]
-    failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
-    if failed:
-        logger.warning("%d compilations failed: %r", len(failed), failed[0])
-    # What still compiles may go on.
-    pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
-    return done
-
-
-def begin_worker(capability: int) -> None:
-    """Make this process one that only compiles: it ignores interrupts and can reach no GPU."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    compile_only_for(capability)
+    if len(cases) < 2:
+        return [False] * len(cases)
+    pool, started = CompilePool(capability), time.monotonic()
+    launches = [record_launch(case) for case in cases]
+    for jobs in launches:
+        pool.submit(jobs)
+    pool.wait([job for jobs in launches for job in jobs], seconds - (time.monotonic() - started))
+    return [pool.are_done(jobs) for jobs in launches]
