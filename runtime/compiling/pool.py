@@ -74,7 +74,7 @@ class CompilePool:
             self._outbox.put((number, job))
 
     def are_done(self, jobs: Iterable[Job]) -> bool:
-        """Whether jobs that were submitted are compiled, or have failed."""
+        """Report whether jobs that were submitted are compiled, or have failed."""
         self._receive(0.0)
         return all(self._numbers[job] not in self._pending for job in jobs)
 

@@ -128,7 +128,7 @@ class Graphs:
     ) -> None:
         self._pool, self._hidden, self._compiler = pool, hidden, compiler
         self._jobs: dict[tuple[ChoiceRules, GraphKey], dict[Job, None]] = {}
-        """What groups launch, as far as they were submitted."""
+        """Kernels of groups that were submitted."""
         self.kept: dict[ChoiceRules, dict[GraphKey, Work]] = {}
         """Replays by rules of choice, those used last at the end, and by the work that a graph holds."""
         self.size_bytes = 0

@@ -70,7 +70,7 @@ class _Rate:
 
 
 class _Levels:
-    """How often the best child at each level was accepted."""
+    """Rates at which the best child of each level was accepted."""
 
     def __init__(self, weight: float, memory: float) -> None:
         self._weight, self._memory = weight, memory

@@ -54,7 +54,7 @@ class Job:
         return cls(hashlib.sha256(key.encode()).hexdigest(), source.name, described, target, options)
 
     def is_cached(self) -> bool:
-        """Whether Triton's cache on disk has it."""
+        """Report whether Triton's cache on disk has it."""
         # The file that Triton looks for, by a name that is cut.
         return get_cache_manager(self.key).get_group(f"{self.name[:150]}.json") is not None
 
