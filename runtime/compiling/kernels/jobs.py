@@ -16,7 +16,6 @@ from typing import Any
 
 import triton
 from triton import AsyncCompileMode
-from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
@@ -44,14 +43,13 @@ class Job:
     options: dict[str, Any] = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Job:
-        """Describe what Triton is about to compile."""
-        parsed = make_backend(target).parse_options(dict(options))
-        key = get_cache_key(source, make_backend(target), parsed, env_vars=get_cache_invalidating_env_vars())
+    def of(cls, source: ASTSource, target: GPUTarget, options: Any, environment: dict[str, str]) -> Job:
+        """Describe what Triton is about to compile; ``environment``: variables that are part of its keys."""
+        key = get_cache_key(source, make_backend(target), options, env_vars=environment)
         function = source.fn.fn
         kernel = (function.__module__, function.__qualname__, source.fn.cache_key)
         described = (*kernel, source.signature, source.constants, source.attrs)
-        return cls(hashlib.sha256(key.encode()).hexdigest(), source.name, described, target, options)
+        return cls(hashlib.sha256(key.encode()).hexdigest(), source.name, described, target, options.__dict__)
 
     def is_cached(self) -> bool:
         """Report whether Triton's cache on disk has it."""
@@ -101,7 +99,7 @@ class _Recorder:
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         """Note what compiles a kernel; its launches do nothing."""
         given = getclosurevars(compile_kernel).nonlocals
-        self._jobs[Job.of(given["src"], given["target"], given["options"].__dict__)] = None
+        self._jobs[Job.of(given["src"], given["target"], given["options"], given["env_vars"])] = None
         future = Future[Any]()
         future.set_result(_NO_KERNEL)
         return future
