@@ -27,6 +27,7 @@ from ..drafter.drafter import BufferedDrafter
 from ..ops import Ops, counted_apart, is_set, ranges_wanted
 from ..settings import TreeConfig
 from ..target.cache import KVCache, Target
+from ..target.fused import FusedTarget
 from .checks import Checks
 from .choice import HostChoice, TokenChoice
 from .drafts import DrafterTrees, Drafts, take_pairs
@@ -65,8 +66,10 @@ class Decoder:
         self.checks = Checks(device, slots.state, slots.entering) if is_set("EAGLE_SLIM_CHECK") else None
         """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
         own_pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
-        compiler = None if own_pool is None else pool_for(device)
-        self.graphs = Graphs(own_pool, slots.hidden, compiler)
+        # PyTorch's operations would read what kernels that are only recorded have not written: those of other forwards,
+        # and of the checks.
+        is_apart = own_pool is not None and isinstance(self.target, FusedTarget) and self.checks is None
+        self.graphs = Graphs(own_pool, slots.hidden, pool_for(device) if is_apart else None)
         nodes = 1 if drafts.tree is None else drafts.tree.total_tokens
         choice = TokenChoice(self.ops, slots.choice, self.target.vocab_size, nodes)
         self.steps = StepPhases(slots, drafts, choice, waits=waits, checks=self.checks, revise=revise)

@@ -181,7 +181,7 @@ class GenerationLoop:
 
     def _num_active(self) -> int:
         """Count the sequences to launch the next step for: more than run, while no kernels of fewer are compiled."""
-        if self.chooser is None or not self.decoder.has_graphs:
+        if self.chooser is None or not self.decoders.has_graphs:
             return len(self.running)
         buckets = (bucket for bucket in BUCKETS if len(self.running) <= bucket < self.num_slots)
         compiled = (bucket for bucket in buckets if self.decoder.is_compiled(bucket, self.rules, None))
