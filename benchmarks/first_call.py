@@ -53,7 +53,7 @@ def load(row: str, device: torch.device) -> SpeculativeModel:
     assert compiler is not None
     compiler.start()
     dims = MODELS["llama-3.1-8b"]
-    model = random_target("llama-3.1-8b", dims, torch.bfloat16, device, "bf16")
+    model: Any = random_target("llama-3.1-8b", dims, torch.bfloat16, device, "bf16")
     target = TargetModel(model, default_taps(model.config.num_hidden_layers), "fused")
     head = random_head(dims, device).of_rows(slice(32000))
     return SpeculativeModel(target, choose_drafter("auto", head, LARGE), is_tree_sized=True)

@@ -154,7 +154,7 @@ class Graphs:
                 continue
             if name not in kept:
                 self._compile({name: group}, rules)
-                self._practise([group.run])
+                self.practise([group.run])
                 kept[name] = self._capture(group.run)
             kept[name]()
 
@@ -166,7 +166,7 @@ class Graphs:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.size_bytes
         self._compile(groups, rules)
-        self._practise(missing.values())
+        self.practise(missing.values())
         compiled = time.perf_counter()
         for key, run in missing.items():
             kept[key] = self._capture(run)
@@ -201,7 +201,7 @@ class Graphs:
         for key in groups:
             self._compiler.wait(self._jobs.get((rules, key), ()))
 
-    def _practise(self, runs: Iterable[Work]) -> None:
+    def practise(self, runs: Iterable[Work]) -> None:
         """Run work over no slots, to load kernels and create handles, which a capture cannot."""
         with counted_apart(), self._no_slots(), side_stream():
             for run in runs:

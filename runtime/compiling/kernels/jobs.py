@@ -115,7 +115,7 @@ def recording(jobs: dict[Job, None]) -> Iterator[None]:
         recorder, before = _Recorder(jobs), driver.active
         driver.set_active(recorder)
         try:
-            with AsyncCompileMode(recorder):  # type: ignore[arg-type]
+            with AsyncCompileMode(recorder):
                 yield
         finally:
             driver.set_active(before)
