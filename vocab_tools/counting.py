@@ -52,15 +52,11 @@ def count_tokens(
     The result depends on the sources, the tokenizer, `seed`, `held_out` and `on_error` alone.
 
     Args:
-        workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
-            for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`. On Ray: tasks.
-        run_on: "local", or "ray" for a Ray cluster.
-        tokenizer_library: "auto" takes `fastokens` where it is installed and gives the ids of `tokenizers` on a probe
-            of the corpus.
-        seed: decides what is sampled and held out.
-        held_out: share of each source's documents that is held out, by a hash of their text.
-        on_error: what a record that cannot be read does: "stop", or "skip" it.
-        progress: show a progress bar on stderr; None: on a terminal; a function gets the tokens that each block adds.
+        workers: worker processes, each with one tokenizer thread, or tasks on Ray; 0 counts in this process; None: one
+            per core, or 0 for a small corpus. Processes are spawned: a script needs `if __name__ == "__main__":`.
+        tokenizer_library: "auto" takes `fastokens` where it gives the ids of `tokenizers` on a probe of the corpus.
+        held_out: share of each source's documents that is held out, by a hash of their text and `seed`.
+        progress: whether to show a bar on stderr; None: on a terminal; a function gets the tokens of each block.
         notify: called with messages for the user, such as skipped records.
 
     Raises:
@@ -148,11 +144,11 @@ def _count_source(
     say: Callable[[str], None],
 ) -> tuple[Tally, int | None]:
     """Count a source to its end or its limit; return the counts, and the shard in which the limit fell or None."""
-    asked, limited_in, told = source.source, None, 0
-    most_documents, most_tokens = asked.max_documents or math.inf, asked.max_tokens or math.inf
+    asked, limited_in, num_reported = source.source, None, 0
+    max_documents, max_tokens = asked.max_documents or math.inf, asked.max_tokens or math.inf
     total = Tally(np.zeros(plan.encoder.vocab_size, np.int64))
     for block, result in count(at, source):
-        documents, tokens = most_documents - total.documents, most_tokens - total.tokens
+        documents, tokens = max_documents - total.documents, max_tokens - total.tokens
         if result.documents >= documents or result.tokens >= tokens:
             result, limited_in = BlockCounter(plan).count_up_to(at, block, documents, tokens), block.shard
         for number, reason in result.bad:
@@ -161,9 +157,9 @@ def _count_source(
                     f"{block.place(number)}: {reason}. Mend the record, or leave such records out with "
                     "`eagle-vocab count --on-error skip`."
                 )
-            if told < MAX_REPORTS:
+            if num_reported < MAX_REPORTS:
                 say(f"skipped {block.place(number)}: {reason}")
-            told += 1
+            num_reported += 1
         total.add(result)
         moved(block.size, result.tokens)
         if limited_in is not None:

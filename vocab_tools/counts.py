@@ -1,6 +1,6 @@
 """TokenCounts: how often each target id occurs in a corpus, where that corpus came from, and a part held out of it.
 
-File format (`save`, `load`): one safetensors file with, for source number s in order,
+File format: one safetensors file with, for source number s in order,
 
     counts.<s>                   int64 [vocab]          count of id i at position i
     held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, concatenated
@@ -78,9 +78,7 @@ class SourceCounts:
     Attributes:
         name: unique within a TokenCounts.
         weight: share of the source in `TokenCounts.weighted`, relative to the other sources; above 0.
-        counts: int64 [vocab] by target id.
-        held_out: documents of the source that are not in `counts`, or None.
-        provenance: where the text came from and how it was taken.
+        counts: int64 [vocab] by target id, without the documents that are held out.
     """
 
     name: str

@@ -30,17 +30,14 @@ class SourceCoverage:
     """Coverage of one source, by size.
 
     Attributes:
-        name: of the source; "all sources" is their weighted mean.
         weight: share of the source in the mean, 1 in sum.
         part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking); of the
             mean "held-out and counted" where the sources differ.
         documents: number measured; 0 for counted text, where documents are not known.
-        tokens: number measured.
         coverage: share of the tokens covered, float64 [sizes].
         error: standard error of the coverage over documents, float64 [sizes]; None with fewer than two documents.
         baseline: coverage of the first ids, float64 [sizes].
-        beside: coverage of the vocabulary that it is compared with, float64 [sizes], or None.
-        floor: share that was asked for, or None.
+        beside: coverage of the vocabulary that it is compared with, float64 [sizes].
     """
 
     name: str
@@ -69,7 +66,6 @@ class CoverageReport:
 
     Attributes:
         draft_vocab: size that is to be used, one of `sizes`.
-        target_vocab: size of the target's vocabulary.
         sizes: ascending; every one at least the number of forced ids.
         sources: one entry per source, the least covered at `draft_vocab` first, then "all sources" when there are
             several.

@@ -54,7 +54,6 @@ def rank_vocabulary(
     """Rank the vocabulary by counted text and cut it to a size.
 
     Args:
-        counts: counts by target id, with or without a held-out part.
         size: number of ids N, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
         coverage: take instead the smallest size that covers this share of the held-out tokens (of the counted ones
             where nothing was held out), sources weighted, rounded up to a multiple of 64, at most all that can be
@@ -65,8 +64,8 @@ def rank_vocabulary(
         candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
             and never added; N may equal their number.
         weights: share of each source by name, overriding the counts' own weights.
-        floors: share of a source's held-out tokens (of the counted ones where nothing was held out), by name, that the
-            `size` ids must cover. They are chosen to cover the most of all sources, weighted, beside these.
+        floors: share of a source's tokens, measured as for `coverage`, by name, that the `size` ids must cover. They
+            are chosen to cover the most of all sources, weighted, beside these.
 
     Raises:
         UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches, floors
@@ -134,7 +133,6 @@ def rank_by_order(
         size: number of ids N, kept exactly; default all of the order.
         tokenizer, forced, candidates: as in `rank_vocabulary`.
         target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
-        provenance: where the order came from.
 
     Raises:
         UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
@@ -193,9 +191,7 @@ class _Pool:
         ids: may be chosen, int64 [pool], ascending: the tokenizer's ids that the target has rows for, and that the
             head was trained on.
         forced: must be, int64 [forced], ascending, all in `ids`.
-        target_vocab: rows of the target's LM head.
         trained: number of ids the head was trained on, None for a head without a map.
-        account: for the provenance.
     """
 
     ids: NDArray[np.int64]

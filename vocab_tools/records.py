@@ -50,12 +50,9 @@ class LinesBlock:
         shard: ordinal of the file.
         size: its share of `OpenSource.size`, for the progress bar.
         path: the file, or its address on the Hub.
-        is_text: whether it is plain text.
-        start: its first byte in the (unpacked) file.
-        stop: where it ends in a file that the worker reads.
+        start, stop: bytes of the (unpacked) file.
         data: its bytes, where the worker cannot read them.
-        first: number of its first line, from 0.
-        unit: what `first` counts: "line", or "record" of an array.
+        first: number of its first line, or its first record of an array, from 0.
     """
 
     shard: int

@@ -19,7 +19,6 @@ class VocabularyListing:
     """Tokens that a vocabulary holds and leaves out.
 
     Attributes:
-        size, num_forced, target_vocab: of the vocabulary.
         real_tokens: number of ids of the target that some token has.
         tokens: in rank order, then those left out: "token" (its text), "forced" (the reason, or None), "rank" (None if
             left out), "id" and "count" (weighted; None without counts).

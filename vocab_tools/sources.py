@@ -49,7 +49,7 @@ class CorpusSource:
 
     Attributes:
         location: id of a Hub dataset, or a local file, folder or glob.
-        name: how counts and reports call it; empty: made from the location.
+        name: empty: made from the location.
         weight: its share when sources are mixed, relative to the others.
         config, split, revision: of a Hub dataset; by default the only split, or "train".
         column: the column with the text or the chat; None: found by looking at the first records.
@@ -199,8 +199,12 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         raise CorpusError(f"{location}: no such file or folder.")
     if not found:
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
-    # A folder is read once, however many links lead there.
-    once = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
+    # A folder is read once, however many links lead there, and so is a file; it comes before its links.
+    folders = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
+    once: dict[object, Path] = {}
+    for (folder, name), file in sorted(folders.items(), key=lambda item: (item[1].is_symlink(), item[1])):
+        state = file.stat() if file.exists() else None
+        once.setdefault((folder, name) if state is None else (state.st_dev, state.st_ino), file)
     unpacked = sorted(file.with_suffix("") if file.suffix.lower() in PACKED else file for file in once.values())
     if twice := next((one for one, other in itertools.pairwise(unpacked) if one == other), None):
         raise CorpusError.at(twice, "is there packed and unpacked. Give a glob of one kind, to count it once.")
@@ -221,7 +225,6 @@ class OpenSource:
     """An opened source: what it holds, and how to read it.
 
     Attributes:
-        source: as asked for.
         kind: "text", or "chat" where the column holds messages.
         column: column read; "" for plain text, and for all columns before one is chosen.
         origin: JSON for provenance, without paths or times.

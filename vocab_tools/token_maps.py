@@ -4,15 +4,14 @@ docs/vocabulary.md lists the loaders with their versions. Read alone: ids as tex
 behind `#`), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt` file, a tensor of ids in a `.pt`
 file, a bare d2t in any file whose name begins with d2t, the folder of a head, and an artifact with its rank order.
 
-d2t and t2d come in two published forms. Offset form (SafeAILab, vLLM, SGLang): `target_id = row + d2t[row]`. Absolute
-form: `target_id = d2t[row]`, which no engine reads, though files with it exist. Ids (1, 4, 5) in a vocabulary of 6:
+d2t has two published forms: offsets (SafeAILab, vLLM, SGLang), `target_id = row + d2t[row]`, and absolute ids, which no
+engine reads. Ids (1, 4, 5) in a vocabulary of 6:
 
     d2t, offset form      (1, 3, 3)
     d2t, absolute form    (1, 4, 5)
     t2d                   (F, T, F, F, T, T), the mask over the target's vocabulary
 
-d2t is written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a
-vocabulary read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`.
+d2t is written with ascending ids, as trainers expect; a vocabulary read from such a file has no smaller prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,28 +49,43 @@ D2TForm = Literal["offset", "absolute"]
 Loader = Literal["sglang", "fr-spec", "vllm", "vllm-mtp", "mtplx", "tensorfold", "head", "eagle-slim"]
 
 _PICKLES = (".pt", ".pth", ".bin")
-_ENDINGS: dict[Loader, tuple[str, ...]] = {
-    "sglang": _PICKLES,
-    "fr-spec": _PICKLES,
-    "vllm": (".json", *_PICKLES),
-    "vllm-mtp": (".txt", ".npy"),
-    "mtplx": (".json",),
-    "tensorfold": (".txt",),
-    "head": (".safetensors",),
-    "eagle-slim": (".json",),
+
+
+class LoaderForm(NamedTuple):
+    """Form of a loader's file: endings of its name, whether ids stand in rank order, and a limit it does not report."""
+
+    endings: tuple[str, ...]
+    is_ranked: bool = False
+    limit: str = ""
+
+
+_FORMS: dict[Loader, LoaderForm] = {
+    "sglang": LoaderForm(
+        _PICKLES,
+        True,
+        "the list is for --speculative-algorithm EAGLE and NEXTN (with EAGLE3 it is ignored) and for one rank "
+        "(--tp 1): of several, each looks the ids up among its own rows of the LM head",
+    ),
+    "fr-spec": LoaderForm(
+        _PICKLES, True, "start it with the number in the file's name as --V, and the file beside the head"
+    ),
+    "vllm": LoaderForm(
+        (".json", *_PICKLES),
+        limit="no released vLLM (up to 0.33.0) has draft_token_map: pull requests 59740 and 60226 propose it",
+    ),
+    "vllm-mtp": LoaderForm(
+        (".txt", ".npy"),
+        limit="VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy; "
+        "one rank only, except with MiaAI-Lab's recipe for two machines",
+    ),
+    "mtplx": LoaderForm((".json",), True, "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids"),
+    "tensorfold": LoaderForm(
+        (".txt",), True, "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only"
+    ),
+    "head": LoaderForm((".safetensors",)),
+    "eagle-slim": LoaderForm((".json",)),
 }
-LOADERS = tuple(_ENDINGS)
-_IN_RANK_ORDER = ("sglang", "fr-spec", "mtplx", "tensorfold")
-_LIMITS: dict[Loader, str] = {
-    "sglang": "the list is for --speculative-algorithm EAGLE and NEXTN (with EAGLE3 it is ignored) and for one rank "
-    "(--tp 1): of several, each looks the ids up among its own rows of the LM head",
-    "fr-spec": "start it with the number in the file's name as --V, and the file beside the head",
-    "vllm": "no released vLLM (up to 0.33.0) has draft_token_map: pull requests 59740 and 60226 propose it",
-    "vllm-mtp": "VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy; "
-    "one rank only, except with MiaAI-Lab's recipe for two machines",
-    "mtplx": "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",
-    "tensorfold": "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",
-}
+LOADERS = tuple(_FORMS)
 _TIED = "if the LM head is tied to the embedding, SGLang keeps all its rows, yet looks their numbers up in the list"
 _MANIFEST_NAME = "eagle_slim.json"
 _WHERE_FORM = " (of `eagle-convert` for the map in HEAD, of `eagle-vocab import` for any other)"
@@ -99,14 +113,8 @@ def ids_from_d2t(
     `t2d` shows which form a map has. Without it, repeated or negative values mean offsets; values that are all distinct
     and valid as ids may be either, such as (0, 1, 2, ...), and are refused unless `form` says which it is.
 
-    Args:
-        d2t: integers [draft_vocab].
-        t2d: mask [target_vocab], bool or 0/1 integers.
-        form: where the map does not show it; it must still agree with `t2d`.
-        target_vocab: size of the target's vocabulary.
-
-    Raises:
-        VocabularyError: the map is ambiguous, contradicts `t2d`, or holds duplicate or out-of-range ids.
+    `d2t` has [draft_vocab] integers, `t2d` [target_vocab] booleans or 0 and 1. Raises VocabularyError for a map that is
+    ambiguous, contradicts `t2d`, or holds duplicate or out-of-range ids.
     """
     values = whole_numbers(np.asarray(d2t), "d2t")
     if len(values) == 0:
@@ -161,16 +169,9 @@ def import_token_map(
 ) -> DraftVocab:
     """Read a token map of any format at the top of this module; its content shows which.
 
-    Args:
-        path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
-        target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the tokenizer's size or
-            the largest id + 1.
-        d2t_form: how d2t is to be read when the file does not show it (see `ids_from_d2t`).
-        tokenizer: of the target; warnings then tell ids that belong to no token, and forced ones that are left out.
-
-    Returns:
-        The vocabulary, in the file's order for a list of ids and for rows that do not ascend. Of ids that a list
-        repeats the first place counts, with a warning.
+    `path` may be a folder: an artifact, or one with a model.safetensors that holds d2t. Without `target_vocab` the
+    length of t2d is taken, else the tokenizer's size or the largest id + 1. With the target's tokenizer, warnings tell
+    ids of no token, and forced ones that are left out. A list keeps its order, and of repeated ids the first place.
 
     Raises:
         UsageError: the name is empty, or `d2t_form` is given for a map that is no d2t.
@@ -284,14 +285,11 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
     regular_file(path, VocabularyError, "token map")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
-    if path.suffix in _PICKLES:
-        value = read_pickle(path)
-    elif path.suffix == ".json" or _starts_as_json(path):
+    readers = {**dict.fromkeys(_PICKLES, read_pickle), ".txt": _read_text, ".csv": _read_text, ".npy": _read_array}
+    if path.suffix == ".json" or (path.suffix not in _PICKLES and _starts_as_json(path)):
         value = read_json(path, VocabularyError)
-    elif path.suffix in (".txt", ".csv"):
-        value = _read_text(path)
-    elif path.suffix == ".npy":
-        value = _read_array(path)
+    elif path.suffix in readers:
+        value = readers[path.suffix](path)
     else:
         endings = ".pt, .pth, .bin, .safetensors, .json, .npy or .txt"
         raise VocabularyError(f"{path}: a token map ends in {endings}, not {path.suffix or 'nothing'!r}.")
@@ -407,43 +405,37 @@ def export_token_map(
 ) -> list[str]:
     """Write a vocabulary as a loader takes it; the bytes depend on the ids only, not on the file's name.
 
-    Args:
-        target: what the target's configuration says, to be checked against.
-
-    Returns:
-        Warnings that the loader does not give: its limits, and oddities of these ids.
-
-    Raises:
-        UsageError: the loader takes no file of this name, needs ids in rank order and these have none, or cannot serve
-            the target with fewer rows.
-        OSError: the file cannot be written.
+    Returns warnings that the loader does not give: its limits, and oddities of these ids. Raises UsageError where the
+    loader takes no file of this name, needs ids in rank order and these have none, or cannot serve the target with
+    fewer rows; OSError where the file cannot be written.
     """
     path = Path(path)
-    if path.suffix not in _ENDINGS[loader]:
-        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(_ENDINGS[loader])}.")
+    form = _FORMS[loader]
+    if path.suffix not in form.endings:
+        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(form.endings)}.")
     if loader == "fr-spec" and path.stem != f"freq_{vocab.size}":
         raise UsageError(f"{path}: --for fr-spec the name is freq_{vocab.size}.pt: FR-Spec finds the file by --V.")
-    if loader in _IN_RANK_ORDER and not vocab.ranked:
+    if form.is_ranked and not vocab.ranked:
         raise UsageError(
             f"--for {loader} ids are listed in rank order, but these come from a map in ascending order, which has "
             "none. Rank them with counts first (`eagle-vocab rank --candidates`)."
         )
-    told = [_LIMITS[loader]] if loader in _LIMITS else []
+    warnings = [form.limit] if form.limit else []
     if loader == "sglang" and (target is None or target.tied is not False):
         if target is not None and target.tied:
             raise UsageError(f"--target {target.label} ties its LM head: {_TIED}. Serve it without a list.")
-        told.append(f"{_TIED}; --target checks it{'' if target is None else f', and {target.label} does not say'}")
+        warnings.append(f"{_TIED}; --target checks it{'' if target is None else f', and {target.label} does not say'}")
     if target is not None:
         missing = np.setdiff1d(np.array(target.eos_ids, np.int64), vocab.target_ids)
         added = "; vLLM adds them to its rows" if loader == "vllm" else ""
         if len(missing):
-            told.append(f"ids that end a text of {target.label} are not in the list: {some_ids(missing)}{added}")
+            warnings.append(f"ids that end a text of {target.label} are not in the list: {some_ids(missing)}{added}")
     if loader == "eagle-slim":
         vocab.save(path)
-        return told
-    ids = vocab.target_ids if loader in _IN_RANK_ORDER else vocab.ascending_ids
+        return warnings
+    ids = vocab.target_ids if form.is_ranked else vocab.ascending_ids
     write_file(path, _encode(ids, vocab.target_vocab, loader, path.suffix))
-    return told + padding_warning(vocab.size)
+    return warnings + padding_warning(vocab.size)
 
 
 def _encode(ids: NDArray[np.int64], target_vocab: int, loader: Loader, suffix: str) -> bytes:

@@ -28,10 +28,10 @@ _LONG = 8
 
 
 class Floors(TypedDict):
-    """Floors that the first `size` ids hold: of each source, the share asked for and reached, and on which text.
+    """Floors that the first `size` ids hold.
 
-    `weighted` is the share of the weighted counted text that these ids cover; no ids that hold the floors on the
-    counted text cover more than `weighted_bound` of it (None: ranked without regard to floors, they hold anyway).
+    They cover the share `weighted` of the weighted counted text; no ids that hold the floors on it cover more than
+    `weighted_bound`, where that is known.
     """
 
     size: int
@@ -43,18 +43,8 @@ class Floors(TypedDict):
 class Provenance(TypedDict, total=False):
     """Account of how ids were chosen, in JSON's types.
 
-    Attributes:
-        method: "counts", "token map" or "ids".
-        sources: of counts, name, weight, tokens and provenance of each.
-        target_vocab_from: source of the size of the target's vocabulary, where it was not given.
-        tokenizer_hash: of the tokenizer that the ids belong to.
-        size_from_coverage: share that a size was found for, and what it covers.
-        floors: floors that the ids hold.
-        counted_ids: number of ids that occur in the counted text, forced ones aside.
-        forced: reason of each forced id.
-        trained_ids, forced_but_untrained: of a head with a map, how many ids it has and which forced ids it lacks.
-        file, form: name and form of a token map.
-        warnings: for the user.
+    `target_vocab_from` is there if the size of the target's vocabulary was not given. `counted_ids` is the number of
+    ids that occur in the counted text, forced ones aside. `forced` has the reasons by id.
     """
 
     method: str

@@ -258,11 +258,11 @@ def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterator[tuple[T, F]]:
-    """Keep at most `most` units submitted, and yield each unit with its future, in order."""
+def in_order(units: Iterator[T], submit: Callable[[T], F], max_units: int) -> Iterator[tuple[T, F]]:
+    """Keep at most `max_units` units submitted, and yield each unit with its future, in order."""
     waiting: deque[tuple[T, F]] = deque()
     while True:
-        waiting.extend((unit, submit(unit)) for unit in islice(units, most - len(waiting)))
+        waiting.extend((unit, submit(unit)) for unit in islice(units, max_units - len(waiting)))
         if not waiting:
             return
         yield waiting.popleft()

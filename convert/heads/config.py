@@ -115,7 +115,8 @@ def unread_warnings(config: Mapping[str, Any]) -> list[str]:
     own = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
     for key, value in {**_NEUTRAL, **own, "dim_model_base": config["hidden_size"]}.items():
         found = value if config.get(key) is None else config[key]
-        if not isinstance(found, int | float) or not math.isclose(found, value, rel_tol=1e-3):
+        is_number = isinstance(found, int | float) and not abs(found) > 1e300
+        if not is_number or not math.isclose(found, value, rel_tol=1e-3):
             changing.append(key)
     # Of the target's layers, from which it was copied, the first counts; 0 means that it is not rotated.
     rotated = config.get("no_rope_layers")

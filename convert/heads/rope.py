@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +55,7 @@ def check_rope(config: Mapping[str, Any], where: str) -> None:
 def check_positive(numbers: Mapping[str, Any], where: str) -> None:
     """Raise MismatchError unless each value is a positive finite number."""
     for key, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value < 1e300:
             raise MismatchError.of_key(where, key, "a positive number", value)
 
 

@@ -46,6 +46,8 @@ class Watch:
     """Snapshot of a model to compare with later; ``unread``: attributes of modules to ignore."""
 
     def __init__(self, model: nn.Module, unread: Iterable[str] = ()) -> None:
+        self.is_blind = any(each.is_inference() for each in (*model.parameters(), *model.buffers()))
+        """Whether tensors of inference mode, which have no version counter, can be written unseen."""
         self._unread = unread_attributes().union(("generation_config", "_eagle_slim_kept"), unread)
         self._modules = list(model.modules())
         self._types = list(map(type, self._modules))

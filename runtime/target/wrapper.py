@@ -78,7 +78,7 @@ class TargetModel(Target):
         self._asked = backend
         self._warned: set[str] = set()
         self.users: WeakSet[Any] = WeakSet()
-        """Holders of caches and graphs of this model, each with a method ``drop``."""
+        """Holders of caches and graphs of this model, each with methods ``drop`` and ``forget`` (cached rows alone)."""
         self.version = -1
         """Incremented when the model is found changed; caches and graphs belong to one version."""
         self._sizes: dict[str, object] = {}
@@ -94,6 +94,10 @@ class TargetModel(Target):
         and `UsageError` where it is of another type, on another device, or of other sizes.
         """
         if self._watch is not None and not self._watch.has_changed():
+            if self._watch.is_blind:
+                # A forward reads the tensors as they are now; cached rows may be of others.
+                for each in tuple(self.users):
+                    each.forget()
             return
         # What holds the old weights goes before the new ones are packed, so that there is room.
         self._watch = self._fused = self._copy = None

@@ -25,7 +25,7 @@ SIXTEEN = [
     ProductTiles(128, 64, 128, 8, 3, cooperative=True, tma=True),
     ProductTiles(128, 64, 256, 8, 4, sums_all_splits=True, tma=True),
 ]
-WALKING, BULK = SIXTEEN[4], SIXTEEN[-1]
+ONE_PROGRAM, BULK = SIXTEEN[4], SIXTEEN[-1]
 THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, sums_all_splits=True)]
 
 
@@ -182,7 +182,7 @@ def test_kernels_are_their_twins(
     layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
     x = torch.randn(5, hidden, device=device).to(dtype)
     wanted = run_layer(layer, x, True)
-    for tiles in (None, *([THIRTY_TWO[-1]] if dtype == torch.float32 else [WALKING, BULK])):
+    for tiles in (None, *([THIRTY_TWO[-1]] if dtype == torch.float32 else [ONE_PROGRAM, BULK])):
         found = run_layer(layer, x, False, tiles)
         for name, value in wanted.items():
             error = (found[name].float() - value.float()).abs().max() / value.float().abs().max()
@@ -235,15 +235,15 @@ def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) ->
     ("how", "tiles"),
     [
         ("bf16", None),
-        ("bf16", WALKING),
-        ("by row", None),
+        ("bf16", ONE_PROGRAM),
         ("by blocks", FP8[-2]),
+        pytest.param("by row", None, marks=pytest.mark.slow),
         pytest.param("by row", FP8[-2], marks=pytest.mark.slow),
         pytest.param("by blocks", None, marks=pytest.mark.slow),
     ],
 )
-def test_parts_of_long_products(device: str, how: str, tiles: ProductTiles | None) -> None:
-    """K in parts, added by the program that is done last, or by one program after another."""
+def test_splits_of_long_products(device: str, how: str, tiles: ProductTiles | None) -> None:
+    """K in splits, added by the program that is done last, or by one program after another."""
     layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 32, False)
     layer = layer if how == "bf16" else in_fp8(layer, how)
     assert products.product_shape(layer.qkv).splits == 4

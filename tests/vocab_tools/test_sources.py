@@ -97,6 +97,8 @@ def test_folders_and_globs(files: Path) -> None:
     (files / "notes.md").write_text("not a corpus")
     # What a link leads to again is not counted again.
     (files / "the_same").symlink_to(files)
+    (files / "aa.jsonl").symlink_to(files / "a.jsonl")
+    (files / "hard.jsonl").hardlink_to(files / "a.jsonl")
     assert values(files) == [*TEXTS * len(NAMES), "deep"]
     assert values(files / "[ab].*") == TEXTS * 2
     assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]

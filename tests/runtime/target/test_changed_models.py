@@ -67,7 +67,12 @@ def unchanged_answer() -> list[int]:
     return own_answer(tiny_target("llama"))
 
 
-@pytest.fixture(params=CHANGES)
+def all_but(slow: str) -> list[Any]:
+    """All changes, one of two that compile marked as slow: the other is tested there."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name == slow else name for name in CHANGES]
+
+
+@pytest.fixture
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A way to change a model; what is global of it is undone afterwards."""
     act, *expected = CHANGES[request.param]
@@ -87,6 +92,7 @@ def check(model: SpeculativeModel, own: Any, expected: str) -> None:
     assert expected == FUSED or expected in path
 
 
+@pytest.mark.parametrize("change", all_but("compiled layer"), indirect=True)
 def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
     act, expected, *_ = change
     own = tiny_target("llama")
@@ -98,6 +104,7 @@ def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
     check(over(own, head), own, expected)
 
 
+@pytest.mark.parametrize("change", all_but("compiled in place"), indirect=True)
 def test_a_model_changed_between_two_calls(change: Any, head: Path) -> None:
     act, expected, between, is_uncounted = change
     own = tiny_target("llama")

@@ -1,0 +1,245 @@
+"""Turns in chats of the forms that public templates have, by hand; each template is written after its model's.
+
+Answers are Greek, so that no template has their letters: κ is thought, ω said, λ and μ are names and values of calls.
+What is expected is the text whose tokens count; "+" begins words that are counted by themselves.
+"""
+
+from typing import Any
+
+import pytest
+from eagle_slim.vocab_tools.chats import ChatRenderer, ChatSpec
+from eagle_slim.vocab_tools.messages import normalise_messages
+
+Messages = list[dict[str, Any]]
+
+USER = {"role": "user", "content": "zz"}
+CALL = {"id": "call12345", "type": "function", "function": {"name": "λ", "arguments": {"v": "μμμ"}}}
+RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "λ", "content": "zzz"}
+
+
+def says(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def counted(template: str, tokens: str, messages: Messages, eos: str | None = None, **variables: Any) -> list[str]:
+    special = tuple(tokens.split())
+    spec = ChatSpec(template, {"eos_token": eos, **variables}, special, special, (eos or special[-1],))
+    pieces = ChatRenderer(spec).assistant_pieces(normalise_messages(messages))
+    return [("+" if piece.is_apart else "") + piece.text[piece.header_chars :] for piece in pieces]
+
+
+ASK = "{% if add_generation_prompt %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p.text if p.type == 'text' }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}" + ASK + "<|im_start|>assistant\n{% endif %}"
+)
+CHATML_TOKENS = "<|im_start|> <call> </call> <|im_end|>"
+
+PLACES = {
+    "text of the Responses API": (says([{"type": "output_text", "text": "ωω"}]), ["ωω<|im_end|>"]),
+    "a part without a type": (says([{"text": "ωω"}]), ["ωω<|im_end|>"]),
+    "a list of strings": (says(["ω", "ω"]), ["ω\nω<|im_end|>"]),
+    "Gemini's parts": ({"role": "model", "parts": [{"text": "ωω"}]}, ["ωω<|im_end|>"]),
+    "Gemini's call": (
+        {"role": "model", "parts": [{"functionCall": {"name": "λ", "args": {"v": "μμμ"}}}]},
+        ['<call>λ {"v": "μμμ"}</call><|im_end|>'],
+    ),
+    "a thought as a part": (
+        says([{"type": "thinking", "thinking": "κκ"}, {"type": "text", "text": "ωω"}]),
+        ["ωω<|im_end|>", "+κκ"],
+    ),
+    "a thought in parts": (
+        says([{"type": "thinking", "thinking": [{"type": "text", "text": "κκ"}]}, {"type": "text", "text": "ωω"}]),
+        ["ωω<|im_end|>", "+κκ"],
+    ),
+    "reasoning details": (
+        says("ωω", reasoning_details=[{"type": "reasoning.text", "text": "κκ"}]),
+        ["ωω<|im_end|>", "+κκ"],
+    ),
+    "a call as a part": (
+        says([{"type": "text", "text": "ωω"}, {"type": "tool_use", "id": "t", "name": "λ", "input": {"v": "μμμ"}}]),
+        ['ωω<call>λ {"v": "μμμ"}</call><|im_end|>'],
+    ),
+    "LangChain's calls": (
+        says("", tool_calls=[{"name": "λ", "args": {"v": "μμμ"}, "id": "t", "type": "tool_call"}]),
+        ['<call>λ {"v": "μμμ"}</call><|im_end|>'],
+    ),
+    "a refusal": (says(None, refusal="ωω"), ["ωω<|im_end|>"]),
+    "a refusal as a part": (says([{"type": "refusal", "refusal": "ωω"}]), ["ωω<|im_end|>"]),
+    "what was said aloud": (says(None, audio={"id": "a", "transcript": "ωω"}), ["ωω<|im_end|>"]),
+    "an image beside the text": (
+        says([{"type": "image_url", "image_url": {"url": "data:zz"}}, {"type": "text", "text": "ωω"}]),
+        ["ωω<|im_end|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "expected"), PLACES.values(), ids=PLACES)
+def test_words_are_found_wherever_an_assistant_has_them(message: dict[str, Any], expected: list[str]) -> None:
+    user = {"role": "user", "content": [{"type": "input_text", "text": "zz"}]}
+    assert counted(CHATML, CHATML_TOKENS, [user, message]) == expected
+    renderer = ChatRenderer(ChatSpec(CHATML, {}, tuple(CHATML_TOKENS.split()), tuple(CHATML_TOKENS.split())))
+    whole, *apart = renderer.all_pieces(normalise_messages([user, message]))
+    assert "zz" in whole.text
+    assert [piece.text for piece in apart] == [words[1:] for words in expected if words[0] == "+"]
+
+
+LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
+    "{% endfor %}" + ASK + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+    "<end_of_turn>\n{% endfor %}" + ASK + "<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    + ASK
+    + "<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+KIMI = (
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
+    + ASK
+    + "<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>"
+    "{% else %}{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}"
+)
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    + ASK
+    + "<|assistant|>\n{% endif %}"
+)
+COHERE = (
+    "{% for m in messages %}<|START|><|{{ m.role }}|>{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}"
+    "<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|END|>{% endfor %}"
+    + ASK
+    + "<|START|><|assistant|>{% endif %}"
+)
+KIMI_3 = (
+    "{% macro o(t) %}<|open|>{{ t }}<|sep|>{% endmacro %}{% macro c(t) %}<|close|>{{ t }}<|sep|>{% endmacro %}"
+    "{% for m in messages %}{{ o('message ' + m.role) }}{% if m.role == 'assistant' %}"
+    "{{ o('response') }}{{ m.content }}"
+    "{{ c('response') }}{% else %}{{ m.content }}{% endif %}{{ c('message') }}<|eom|>{% endfor %}"
+    + ASK
+    + "{{ o('message assistant') }}{% endif %}"
+)
+APERTUS = (
+    "{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if not ns.open %}<|a|>{% set ns.open = true %}{% endif %}{{ m.content }}{% else %}"
+    "{% if ns.open %}<|/a|>{% set ns.open = false %}{% endif %}<|u|>{{ m.content }}<|/u|>{% endif %}{% endfor %}"
+    + ASK
+    + "<|a|>{% endif %}"
+)
+APRIEL = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|a|>\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
+    "{{ '\n<|end|>\n' if not loop.last }}{% else %}<|u|>\n{{ m.content }}\n{% endif %}{% endfor %}"
+    + ASK
+    + "<|a|>\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endfor %}"
+ZEPHYR = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\n{%- generation %} {{ m.content }}</s>"
+    "{% endgeneration -%}\n{% else %}{{ m.content }}{% endif %}{% endfor %}" + ASK + "<|assistant|>{% endif %}"
+)
+
+ENDS = {
+    "Llama 3": (LLAMA, "<|start_header_id|> <|end_header_id|> <|eot_id|>", ["A<|eot_id|>", "ω<|eot_id|>"]),
+    "Gemma": (GEMMA, "<start_of_turn> <end_of_turn>", ["A<end_of_turn>", "ω<end_of_turn>"]),
+    "Mistral": (MISTRAL, "<s> [INST] [/INST] </s>", [" A</s>", " ω</s>"]),
+    "Phi 3": (PHI, "<|user|> <|assistant|> <|end|> <|endoftext|>", ["A<|end|>", "ω<|end|>"]),
+    "Kimi K2": (KIMI, "<|im_user|> <|im_assistant|> <|im_middle|> <|im_end|>", ["A<|im_end|>", "ω<|im_end|>"]),
+    "Kimi K3": (
+        KIMI_3,
+        "<|open|> <|close|> <|sep|> <|eom|>",
+        [
+            f"<|open|>response<|sep|>{answer}<|close|>response<|sep|><|close|>message<|sep|><|eom|>"
+            for answer in ("A", "ω")
+        ],
+    ),
+    "DeepSeek": (DEEPSEEK, "<|User|> <|Assistant|> <|eos|>", ["A<|eos|>", "ω<|eos|>"]),
+    "GLM": (GLM, "[gMASK] <sop> <|user|> <|assistant|> <|endoftext|>", ["A", "ω"]),
+    "GLM, whose next header ends a turn": (GLM, "[gMASK] <sop> <|assistant|> <|user|>", ["A<|user|>", "ω"]),
+    "Command R": (
+        COHERE,
+        "<|START|> <|user|> <|assistant|> <|START_RESPONSE|> <|END_RESPONSE|> <|END|>",
+        [f"<|START_RESPONSE|>{answer}<|END_RESPONSE|><|END|>" for answer in ("A", "ω")],
+    ),
+    "Apertus": (APERTUS, "<|a|> <|u|> <|/u|> <|/a|>", ["A<|/a|>", "ω"]),
+    "Apriel": (APRIEL, "<|a|> <|u|> <|end|>", ["A\n<|end|>", "ω"]),
+    "words alone, without a generation prompt": (PLAIN, "</s>", [" A\n\n", " ω\n\n"]),
+    "Zephyr, without a generation prompt": (ZEPHYR, "<|user|> <|assistant|> </s>", ["A</s>", "ω</s>"]),
+    "marks of what is generated": (MARKED, "<|user|> <|assistant|> </s>", [" A</s>", " ω</s>"]),
+}
+
+
+@pytest.mark.parametrize(("template", "tokens", "expected"), ENDS.values(), ids=ENDS)
+def test_a_turn_ends_with_the_last_token_that_is_written_for_it(
+    template: str, tokens: str, expected: list[str]
+) -> None:
+    # The answer "A" also stands in the word "Assistant", a header of some.
+    assert counted(template, tokens, [USER, says("A"), USER, says("ω")]) == expected
+
+
+HARMONY = (
+    "{% set ns = namespace(final=false) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set ns.final = true %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.thinking and (not ns.final or loop.last) %}<|start|>assistant<|channel|>analysis"
+    "<|message|>{{ m.thinking }}"
+    "<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to={{ m.tool_calls[0].function.name }}"
+    "<|channel|>commentary"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    + ASK
+    + "<|start|>assistant{% endif %}"
+)
+
+
+def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped() -> None:
+    tokens = "<|start|> <|channel|> <|message|> <|end|> <|call|> <|return|>"
+    chat = [USER, says(None, tool_calls=[CALL], reasoning_content="κκ"), RESULT, says("ωω", reasoning_content="κ")]
+    assert counted(HARMONY, tokens, chat) == [
+        "<|channel|>analysis<|message|>κκ<|end|><|start|>assistant to=λ<|channel|>commentary<|message|>"
+        '{"v": "μμμ"}<|call|>',
+        "<|channel|>analysis<|message|>κ<|end|><|start|>assistant<|channel|>final<|message|>ωω<|return|>",
+    ]
+
+
+def test_variables_of_a_template_are_given() -> None:
+    template = CHATML.replace(
+        "\n{% if", "\n{% if thinking and m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}{% if", 1
+    )
+    chat = [USER, says("ωω", reasoning_content="κκ")]
+    assert counted(template, CHATML_TOKENS, chat) == ["ωω<|im_end|>", "+κκ"]
+    assert counted(template, CHATML_TOKENS, chat, thinking=True) == ["<t>κκ</t>ωω<|im_end|>"]
+
+
+def test_thoughts_stand_in_parts_where_a_template_looks_for_them_there() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.content is string %}"
+        "{{ m.content }}</s>{% else %}{% for p in m.content %}{% if p.type == 'thinking' %}"
+        "[THINK]{{ p.thinking }}[/THINK]"
+        "{% else %}{{ p.text }}{% endif %}{% endfor %}</s>{% endif %}{% endfor %}"
+    ).replace("[INST]{{ m.content }}", "[INST]{{ m.content if m.content is string else m.content[0].text }}")
+    tokens = "[INST] [/INST] [THINK] [/THINK] </s>"
+    assert counted(template, tokens, [USER, says("ωω", reasoning="κκ")]) == ["[THINK]κκ[/THINK]ωω</s>"]
+    shown = "m.content | tojson if m.content is not string else m.content"
+    writing = "{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</s>{% endfor %}"
+    assert counted(writing + "{# 'thinking' #}", "</s>", [USER, says("ωω", reasoning="κκ")]) == ["ωω</s>", "+κκ"]
+
+
+def test_a_template_that_shows_nothing_or_calls_itself_loses_no_word() -> None:
+    chat = [USER, says("ωω", reasoning="κκ", tool_calls=[CALL])]
+    apart = ["+κκ", "ωω", '{"name": "λ", "arguments": {"v": "μμμ"}}']
+    assert counted("{% for m in messages %}<s>{{ m.role }}</s>{% endfor %}", "<s> </s>", chat) == apart
+    assert counted("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "</s>", chat) == apart
