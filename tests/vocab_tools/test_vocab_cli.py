@@ -104,6 +104,23 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
 
 
+def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text(
+        "{% for m in messages %}{{ 'yes' if x is true and y == 'Z' }}{{ m.content }}{% endfor %}"
+    )
+    arguments = ("count", files / "chat.jsonl", "--tokenizer", files / "tok", "--chat-template", tmp_path / "a.jinja")
+    arguments = (*arguments, "--no-progress", "--workers", 0, "--force", "-o", tmp_path / "counts", "--json")
+    option, plain = "--chat-template-kwargs", run(*arguments).json
+    assert "chat_template_kwargs" not in plain["sources"][0]["provenance"]
+    for given in ([option, "x=True", option, "y=Z"], [option, '{"x": true, "y": "Z"}']):
+        source = run(*arguments, *given).json["sources"][0]
+        assert source["provenance"]["chat_template_kwargs"] == {"x": True, "y": "Z"}
+    for wrong in ("x", "=1", "{", "[]", '{"x"}', "{}", "messages=[]"):
+        refused = run(*arguments, option, wrong)
+        assert refused.code == 2
+        assert option in refused.err
+
+
 def test_documents_without_a_token_are_told(run, files: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
     counted = run("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "-o", tmp_path / "a.counts")
