@@ -17,15 +17,12 @@ from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packing import Weights
 from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, explain_unknown, misfit
 from ..model import SpeculativeModel
-from ..settings import TreeConfig
+from ..settings import TreeConfig, check_tree
 from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
-_NO_OPTIONS = {"fallback", "overwrite", "use_triton_drafter"}
-"""Options of other drafters, which the table of names has."""
-MAX_KEPT = 4
-"""Drafters that are kept with a model: those used last."""
+_MAX_KEPT = 4
 _registered: dict[str, dict[str, Any]] = {}
 
 
@@ -121,15 +118,15 @@ def _generate(
     tree: TreeConfig | None,
     options: dict[str, Any],
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
-    for name in _NO_OPTIONS & options.keys():
+    # Options of other drafters.
+    for name in {"fallback", "overwrite", "use_triton_drafter"} & options.keys():
         raise UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
+    # Zeros are off, as upstream says it; here top_p = 1.0 and an integer are.
     if isinstance(options.get("top_k"), float) and options["top_k"] == 0:
-        # Off, as upstream's default says it.
         options["top_k"] = 0
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
         if options.get("top_p") == 0:
-            # Off, as upstream says it; 1.0 is off here.
             options["top_p"] = 1.0
         return built.generate(input_ids, **options)
     built.apply()
@@ -184,8 +181,8 @@ class _Kept(dict[Any, Any]):
 
 def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: Any) -> Any:
     """Return the `SpeculativeModel`, or the `EaModelPatch`, that drafts as ``how`` says; kept with a loaded model."""
-    if not isinstance(tree, TreeConfig | None):
-        raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
+    if tree is not None:
+        check_tree(tree)
     build: Any = SpeculativeModel.from_pretrained
     given = {"target": model, "head": head, "draft_vocab": draft_vocab, "tree": tree, **how}
     if isinstance(model, SpeculativeModel) or is_ea_model(model):
@@ -202,7 +199,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     # Objects by identity: they are kept alive here, so that none takes another's place.
     by_value = str | int | Path | TreeConfig
     key = tuple((name, each if isinstance(each, by_value) else id(each)) for name, each in given.items())
-    return recall(kept[place], key, MAX_KEPT, lambda: (build(**given), given))[0]
+    return recall(kept[place], key, _MAX_KEPT, lambda: (build(**given), given))[0]
 
 
 def _place(model: Any) -> tuple[Any, ...]:

@@ -24,15 +24,13 @@ from ..settings import TreeConfig
 from ..step.graphs import GraphPool
 from ..tree import DraftTree
 from .reading import kind_of, tree_of
-from .rebind import rebind, restore
+from .rebind import rebind
 
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]
 """``topK_genrate``'s four values: draft_tokens int64 [1, nodes], retrieve_indices int64 [leaves, longest path] and
 tree_mask float32 [1, 1, nodes, nodes], both on the CPU, tree_position_ids int64 [nodes]."""
-
 StableKV = tuple[tuple[Tensor, Tensor]]
 """Upstream's ``stable_kv``: keys and values of the head's layer, each [1, kv_heads, length, head_dim]."""
-
 _FIRST_CAPACITY = 2048
 
 
@@ -47,8 +45,8 @@ def on_buffers(device: torch.device) -> Iterator[None]:
 class LayerPatch:
     """Drafts for one ``ea_layer``: one sequence, in buffers that grow with it.
 
-    `apply` puts the methods in place, `remove` takes them away; both take no time. `reserve` and `launch` are for a
-    block `on_buffers`. Raises as `Drafter.on_slots`; `DrafterError` when a draft's grid barrier timed out.
+    `reserve` and `launch` are for a block `on_buffers`. Raises as `Drafter.on_slots`; `DrafterError` when a draft's
+    grid barrier timed out.
     """
 
     def __init__(self, layer: Any, lm_head: Any, drafter: Drafter) -> None:
@@ -76,10 +74,6 @@ class LayerPatch:
         topK_genrate.__doc__ = type(self.layer).topK_genrate.__doc__
         kv = property(lambda layer: self._read_kv(), lambda layer, value: self._write_kv(value))
         rebind(self.layer, {"topK_genrate": topK_genrate, "stable_kv": kv})
-
-    def remove(self) -> None:
-        """Leave the layer as it was before `apply`."""
-        restore(self.layer)
 
     def _check(self, hidden_states: Tensor, input_ids: Tensor, head: Any) -> None:
         """Raise `UsageError` for features and ids that do not fit each other, `DrafterError` for a moved model."""
@@ -182,14 +176,8 @@ class LayerPatch:
             check_finished(self.bufs)
         num_leaves, positions = host[1:2], host[2 : 2 + nodes]
         retrieve, mask = host[2 + nodes :].split([nodes * width, nodes * nodes])
-        tree = DraftTree(
-            self.bufs.draft_tokens,
-            self.bufs.parents,
-            mask.view(1, 1, nodes, nodes),
-            positions[None],
-            retrieve.view(1, nodes, width),
-            num_leaves,
-        )
+        mask, retrieve, tokens = mask.view(1, 1, nodes, nodes), retrieve.view(1, nodes, width), self.bufs.draft_tokens
+        tree = DraftTree(tokens, self.bufs.parents, mask, positions[None], retrieve, num_leaves)
         tokens, paths, tree_mask, _ = tree.to_upstream(sampling=sampling)
         return tokens.clone(), paths.clone(), tree_mask, self.bufs.tree_position_ids[0].clone()
 

@@ -48,9 +48,9 @@ def take_forward(asked: str, model: Any, ops: Ops) -> tuple[Choice, FusedTarget 
 class TreeForward:
     """A forward over the tree of one sequence, captured where there is a GPU.
 
-    ``data`` is upstream's cache, [2 * layers, 1, kv_heads, max_length, head_dim], keys and values in turn; ``trees``
-    lies in the drafter's buffers, ``lengths`` int32 [1] are the committed rows. `run` writes ``logits`` [nodes, vocab]
-    and ``features`` [nodes, feature_width]. Raises `UsageError` for a tree that the attention kernel cannot take.
+    ``data``: upstream's cache, [2 * layers, 1, kv_heads, max_length, head_dim], keys and values in turn. ``lengths``:
+    int32 [1], committed rows. `run` writes ``logits`` [nodes, vocab] and ``features`` [nodes, feature_width]. Raises
+    `UsageError` for a tree that the attention kernel cannot take.
     """
 
     def __init__(self, target: FusedTarget, data: Tensor, tree: TreeConfig, trees: Trees, lengths: Tensor) -> None:

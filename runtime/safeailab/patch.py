@@ -54,14 +54,10 @@ def patch_ea_model_with_triton_drafter(
         drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: no EaModel, one that is patched already, a vocabulary that does not fit (`choose_ids`), or
-            ``use_triton=False`` beside a drafter of your own.
-        UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
-        DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
+    Returns the model. Raises `UsageError` for no EaModel, one that is patched already, a vocabulary that does not fit
+    (`choose_ids`), or ``use_triton=False`` beside a drafter of your own; `UnsupportedModelError` for a model on several
+    devices or a head outside what can be drafted with; `DrafterError` for "triton" without an NVIDIA GPU and without
+    ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
     """
     if not use_triton:
         if drafter not in BACKENDS:
@@ -69,16 +65,8 @@ def patch_ea_model_with_triton_drafter(
                 "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out."
             )
         drafter = "reference"
-    EaModelPatch(
-        model,
-        drafter,
-        draft_weights,
-        None,
-        draft_vocab=draft_vocab,
-        counts=counts,
-        token_map=token_map,
-        tokenizer=tokenizer,
-    ).apply()
+    vocabulary = {"draft_vocab": draft_vocab, "counts": counts, "token_map": token_map, "tokenizer": tokenizer}
+    EaModelPatch(model, drafter, draft_weights, None, **vocabulary).apply()
     return model
 
 
@@ -112,16 +100,8 @@ def patch_eagle_model(
     `UnsupportedModelError`, with the reason, for "fused" where it cannot. Other arguments, result and errors are those
     of `patch_ea_model_with_triton_drafter`.
     """
-    EaModelPatch(
-        model,
-        drafter,
-        draft_weights,
-        target_backend,
-        draft_vocab=draft_vocab,
-        counts=counts,
-        token_map=token_map,
-        tokenizer=tokenizer,
-    ).apply()
+    vocabulary = {"draft_vocab": draft_vocab, "counts": counts, "token_map": token_map, "tokenizer": tokenizer}
+    EaModelPatch(model, drafter, draft_weights, target_backend, **vocabulary).apply()
     return model
 
 
@@ -150,8 +130,7 @@ unpatch_eagle_model = unpatch_ea_model
 class EaModelPatch:
     """A patch that can be put on and taken off at no cost: the drafter is built once.
 
-    ``target_backend`` None patches the drafter alone; ``vocabulary``: arguments of `choose_ids`; others as the
-    functions'.
+    ``target_backend`` None patches the drafter alone; ``vocabulary``: arguments of `choose_ids`.
     """
 
     def __init__(
@@ -181,4 +160,4 @@ class EaModelPatch:
         """Take the patch off."""
         if self.step is not None:
             restore(self.step.model)
-        self.layer.remove()
+        restore(self.layer.layer)
