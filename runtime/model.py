@@ -73,8 +73,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["eagle_slim"] = "SpeculativeModel"
 class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
+    # A pipeline of transformers prints them.
     input_modalities = output_modalities = ("text",)
-    """Modalities that a pipeline of transformers prints."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class SpeculativeModel:
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
         self.is_tree_sized = is_tree_sized
-        """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
+        """Whether steps choose trees up to the drafter's (`step.shapes`); else every step has that."""
         self._decoders = Decoders(target, drafter)
         self._num_drafts, self._num_accepted, self._has_warned = 0, 0, False
         """Passes over drafts of calls that were too short to tell whether the head works, and their tokens."""
@@ -123,10 +123,8 @@ class SpeculativeModel:
         """Load a head with its target: `open_head`, `open_target` and `pair`.
 
         Args:
-            target: Hub id, folder, a loaded transformers model, or what `open_target` returned; None takes the one that
-                the head names.
-            head: converted head (folder or Hub id), an unconverted EAGLE-1, -2 or -3 head, or what `open_head`
-                returned; None is the built-in one.
+            target: as in `open_target`, or what that returned; None takes the one that the head names.
+            head: as in `open_head`, or what that returned.
             draft_vocab, tree, drafter, draft_weights, max_model_len: as in `pair`.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
                 instructions for it (`dtype_on_cpu`). A loaded target's stays as it is.
@@ -173,19 +171,16 @@ class SpeculativeModel:
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
 
-        The kernel's packed weights are too, where the vocabulary is the first part, by rank, of what was packed.
-
-        Raises `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`;
-        `PairingError` for a vocabulary of another tokenizer.
+        The kernel's packed weights are too, where the vocabulary is the first part, by rank, of what was packed. Raises
+        `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`; `PairingError`
+        for a vocabulary of another tokenizer.
         """
         if self.opened is None:
             raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
-        weights = self.drafter.weights
-        ids = self.opened.choose(draft_vocab)
+        weights, ids = self.drafter.weights, self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids)
-        kept = torch.from_numpy(ids).to(weights.device)
-        other = replace(weights, lm_head=rows, draft_to_target=kept)
+        other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
@@ -227,7 +222,7 @@ class SpeculativeModel:
         return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
 
     def can_generate(self) -> bool:
-        """Return True, for ``pipeline("text-generation", model, tokenizer=model.tokenizer)`` of transformers."""
+        """Return True, for a pipeline of transformers."""
         return True
 
     @property
@@ -293,8 +288,7 @@ class SpeculativeModel:
             reuse_prefix: do not run tokens again that a prompt shares with a sequence of an earlier call from the
                 beginning on, as the next turn of a chat does (``stats.num_reused_tokens``). The answer is the same in
                 float32 and where ``stats.exactness`` says so; elsewhere a near-tie can round differently.
-            time_phases: on a GPU, run a step phase by phase, so that ``stats.steps`` tells draft and verify apart and
-                a profiler sees their names, a little slower than whole steps.
+            time_phases: on a GPU, run a step phase by phase, a little slower: ``stats.steps`` tells them apart.
             partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
                 returns what passes over all of it confirm: the same output. "lossy" returns what runs ahead as it is.
             options: what to generate, as in transformers, each an argument or a field of ``generation_config``:
@@ -305,10 +299,7 @@ class SpeculativeModel:
                 min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids, stop_strings:
                     default to the target's own generation configuration.
                 eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
-                    max_time (seconds), return_dict_in_generate.
-
-                Arguments alone:
-
+                    max_time (seconds), return_dict_in_generate. The following are arguments alone.
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
                     in a tensor [prompts, seq], unless it is an end of sequence too.
                 seed: fixes every draw, together with the prompt's place in the call; the output tells it. None draws
@@ -390,8 +381,8 @@ class SpeculativeModel:
     def refresh(self) -> None:
         """Follow a write that moves no version counter: through ``.data``, or by a fused optimiser.
 
-        Cached rows, captured graphs and packed copies of the target are made anew, for all models that share it. Every
-        other change of the target is noticed before each call. Raises as a call after a change does.
+        What is derived from the target is made anew, for all models that share it. Every other change of the target is
+        noticed before each call. Raises as a call after a change does.
         """
         with self.target.hold():
             self.target.refresh()
@@ -409,15 +400,14 @@ class SpeculativeModel:
         """Compile and capture, before the first prompt comes, all that calls like the one described will use.
 
         Args:
-            num_prompts: prompts of a call; fewer at a time are served as well.
-            max_length: most tokens of a prompt and its answer together; no more than `max_model_len` count. The KV
-                cache is allocated for them.
+            num_prompts: most prompts of a call.
+            max_length: most tokens of a prompt and its answer together, for which the KV cache is allocated.
             max_slots, speculative, partial_verification: as in `generate`.
             options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
                 each combination of stages has graphs of its own, which serve all values.
 
-        Returns the time for it, compilation and capture apart, and the memory; on a CPU there is nothing to get ready.
-        Trees that steps choose among are also timed, at half of ``max_length``. Raises `UsageError` as `generate` does.
+        On a CPU there is nothing to get ready. Trees that steps choose among are also timed, at half of ``max_length``.
+        Raises `UsageError` as `generate` does.
         """
         num_prompts = read_count("num_prompts", num_prompts, 1)
         max_length = min(read_count("max_length", max_length, 2), self.max_model_len or max_length)
@@ -480,8 +470,7 @@ def pair(
     Args:
         target: what `open_target` returned.
         head: what `open_head` returned.
-        draft_vocab: rows to draft over, from the forced ids up to the converted head's, without converting again; or a
-            `DraftVocab`; None takes all.
+        draft_vocab: rows to draft over, without converting again, or a `DraftVocab`; None takes all.
         tree: shape of every step's tree. None: where rows are exact, steps choose between plain decoding and trees of
             up to 60 nodes, by measured times and acceptance (`step.shapes`); elsewhere sizes alone fix the tree before
             the call. For trees up to another shape, give that and call `SpeculativeModel.with_tree` with None.

@@ -29,15 +29,7 @@ from eagle_slim.vocab_tools.common_cli import EagleCommand, example, run_cli
 from .drafter.dimensions import DrafterConfig
 from .drafter.kernels.weight_stream import Tile
 from .drafter.launch import allocate_buffers, launch_drafter
-from .drafter.launch_params import (
-    Chip,
-    LaunchParams,
-    StoredLayout,
-    chip_of,
-    choose_launch,
-    chunk_inputs,
-    stage_bytes,
-)
+from .drafter.launch_params import Chip, LaunchParams, StoredLayout, chip_of, choose_launch, chunk_inputs, stage_bytes
 from .drafter.packing import PackedHead, Weights, pack_head
 from .drafter.tuned_cache import TunedCache, always, cache_key, layout_key, open_tuned_cache, read_shapes
 from .drafter.tuning.agreement import draft_and_replay
@@ -67,15 +59,12 @@ class Trial:
 
     @property
     def gain(self) -> float:
-        """Share of the derived parameters' time that is saved."""
+        """Share of time that is saved."""
         return 0.0 if self.fault else 1 - self.us / self.derived_us
 
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Return variants over the same layout, each with one change of ``params``, most promising first.
-
-    What cannot fit is left out.
-    """
+    """Return variants over the same layout, each with one change that fits, most promising first."""
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
@@ -87,13 +76,13 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         return replace(params, tiles=tiles) if tiles != params.tiles else None
 
     found: dict[str, LaunchParams | None] = {
-        "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
+        "one stage less": with_tiles(lambda tile: replace(tile, stages=max(1, tile.stages - 1))),
         "other keys per tile": replace(params, block_keys=32 if params.block_keys == 64 else 64),
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
-        "two stages less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 2))),
-        "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
+        "two stages less": with_tiles(lambda tile: replace(tile, stages=max(1, tile.stages - 2))),
+        "one stage more": with_tiles(lambda tile: replace(tile, stages=tile.stages + 1)),
         "parts of 128 keys": replace(params, part_keys=128),
     }
     return {name: variant for name, variant in found.items() if variant is not None}
@@ -114,10 +103,7 @@ def tune(
     measure: Measure,
     left: Callable[[], float],
 ) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration: the derived ones, or one of those to be ``tried``.
-
-    Stops with the best so far when no time (seconds) is ``left``.
-    """
+    """Choose the derived parameters or one of the ``tried``; the best so far when no time (seconds) is ``left``."""
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -233,10 +219,7 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
 @click.option("--budget", type=float, default=300, show_default=True, help="Seconds until no new variant is begun.")
 @click.option("--out", type=click.Path(), help="Cache to add to. Default: the one that launches read.")
 def run(from_shapes: str, again: bool, rounds: int, variants: int | None, budget: float, out: str | None) -> None:
-    """Find launch parameters of the drafter for this GPU, and keep the best.
-
-    All are checked against the fp32 reference, then timed; the cache is saved after each draft.
-    """
+    """Find launch parameters of the drafter for this GPU: checked, timed, and the best saved after each draft."""
     started = time.perf_counter()
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")

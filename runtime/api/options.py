@@ -109,7 +109,7 @@ class Call:
     rows: list[tuple[int, ...]]
     """The prompts as they were given, padding included."""
     device: torch.device
-    """Device of the given tensor; the CPU for anything else."""
+    """The given tensor's; the CPU for anything else."""
     fill: int
     """Id that fills ``sequences`` where an answer has ended."""
     seed: int | tuple[int, ...] | None
@@ -119,11 +119,9 @@ class Call:
 def read_call(
     target: TargetModel, tokenizer: Any | None, context_limit: int | None, input_ids: Any, keywords: Mapping[str, Any]
 ) -> Call:
-    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does.
-
-    ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
-    """
+    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does."""
     given = {name: keywords.get(name) for name in _OURS}
+    stop = given["stop"]
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
     tokenizer = tokenizer if given["tokenizer"] is None else read_tokenizer(given["tokenizer"])
     options = join_options(target.generation_config, given["generation_config"], fields)
@@ -148,13 +146,10 @@ def read_call(
             "temperature."
         )
     prompts = [prompt for prompt in prompts for _ in range(repeats)]
-    stop = given["stop"]
     shared: dict[str, Any] = {
         "eos_ids": eos,
         "context_limit": context_limit,
-        "stop": _read_stop(
-            options.get("stop_strings") if given["stop"] is None else given["stop"], tokenizer is not None
-        ),
+        "stop": _read_stop(options.get("stop_strings") if stop is None else stop, tokenizer is not None),
         "decode": (lambda ids: str(tokenizer.decode(ids, **_AS_IT_IS))) if tokenizer else None,
         "criteria": _read_callables("stopping_criteria", given["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")),
@@ -185,10 +180,9 @@ def read_call(
 def join_options(
     target_config: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join keywords, a given configuration and the target's own; the earlier wins. None leaves a field unset.
+    """Join keywords, a given configuration, and penalties and stop strings of the target's own; the earlier wins.
 
-    Only the `PENALTIES` and stop strings of the target's own configuration count. Returns the fields that are set, by
-    name. Raises `UsageError` for what is not served.
+    None leaves a field unset. Returns the fields that are set. Raises `UsageError` for what is not served.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise misfit("generation_config", "transformers' GenerationConfig", given)
@@ -245,10 +239,9 @@ def read_tokenizer(given: Any) -> Any:
 def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
     """Read how to sample from joined options (`join_options`); where ``keywords`` disagree, ``do_sample`` wins.
 
-    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
-    from PyTorch's generator, which `torch.manual_seed` sets. Greedy decoding ignores what only sampling reads, with a
-    `SamplingWarning` where transformers warns: for keywords that would change something. Raises `UsageError` for
-    numbers out of range, and for sampling at temperature 0.
+    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None.
+    Greedy decoding ignores what only sampling reads, with a `SamplingWarning` for keywords that would change something.
+    Raises `UsageError` for numbers out of range, and for sampling at temperature 0.
     """
     temperature, do_sample = keywords.get("temperature"), keywords.get("do_sample")
     if do_sample is None and temperature is None:
@@ -272,7 +265,6 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
 
 
 def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
     stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
     if stops and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer. Load the model with one.")
@@ -292,7 +284,6 @@ def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
 
 
 def _read_deadline(max_time: Any) -> float | None:
-    """Return the time of `time.monotonic` at which ``max_time`` seconds have passed."""
     if max_time is None:
         return None
     if isinstance(max_time, bool) or not isinstance(max_time, Real) or not float(max_time) > 0:
@@ -310,10 +301,7 @@ def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any]
 
 
 def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
-    """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256.
-
-    Raises `UsageError` for a ``max_length`` below the prompt's length, and for numbers that are out of range.
-    """
+    """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256."""
     if "max_new_tokens" in options:
         return read_count("max_new_tokens", options["max_new_tokens"], 0)
     if "max_length" not in options:

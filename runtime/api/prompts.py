@@ -19,7 +19,7 @@ _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prom
 
 
 def read_token_id(token: Any, name: str = "input_ids") -> int:
-    """Return a token id of an option as a plain integer. Raises `UsageError` for anything that is no integer."""
+    """Return a token id as a plain integer. Raises `UsageError` for anything else."""
     if isinstance(token, bool) or not isinstance(token, Integral):
         raise UsageError(
             f"{name}: token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}."
@@ -92,10 +92,7 @@ def check_prompts(requests: Sequence[Request], vocab: int) -> None:
 
 
 def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
-    """Encode text as the tokenizer does by itself, special tokens included.
-
-    ``options``: of the tokenizer. Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
-    """
+    """Encode text by a tokenizer. Raises `UsageError` without one, `PromptError` for what is no text."""
     if tokenizer is None:
         raise UsageError("Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.")
     try:

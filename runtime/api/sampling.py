@@ -24,13 +24,7 @@ from transformers.generation import logits_process as hf
 
 from ..errors import UsageError, misfit
 
-PENALTIES = (
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_new_tokens",
-    "suppress_tokens",
-)
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "suppress_tokens")
 """Fields of a `GenerationConfig` that act on greedy decoding too, in transformers' order."""
 
 

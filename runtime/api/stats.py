@@ -38,11 +38,9 @@ class GenerationStats:
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
     num_cut_tokens: int = 0
-    """Tokens accepted beyond an answer's end. They are in no accepted length, so that a size that needs one pass more
-    for the same answer does not seem to accept more."""
+    """Tokens accepted beyond an answer's end, in no accepted length."""
     missed_ids: dict[int, int] = field(default_factory=dict)
-    """Counts of generated target ids that the draft vocabulary did not hold. Of all new tokens, the first of an answer
-    too; empty with ``speculative=False``."""
+    """Counts of new target ids that the draft vocabulary did not hold; empty with ``speculative=False``."""
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
@@ -58,7 +56,7 @@ class GenerationStats:
     num_rolled_back_tokens: int = 0
     """Tokens that partial passes accepted and full passes rejected."""
     cache_bytes: int = 0
-    """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
+    """Memory of keys and values held between calls, the drafter's too."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
     tuned_hits: int = 0
@@ -75,7 +73,7 @@ class GenerationStats:
 
     @property
     def num_passes(self) -> int:
-        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
+        """Target passes, summed over sequences."""
         return sum(self.accepted_lengths.values())
 
     @property

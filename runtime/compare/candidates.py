@@ -27,7 +27,6 @@ class Candidate:
     model: SpeculativeModel = field(repr=False, compare=False)
     draft_vocab: int = 0
     draft_bytes: int = 0
-    """See `Drafter.draft_bytes`."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens; zeros where each step chooses its tree."""

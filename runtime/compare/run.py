@@ -42,20 +42,16 @@ def compare(
 
     Args:
         models: one, or several heads over the same loaded target, from `SpeculativeModel.from_pretrained`.
-        prompts: conversations, as `load_prompts` reads them. Later turns follow the answers of plain decoding.
-        options: what to compare and how; None for the defaults.
+        prompts: conversations. Later turns follow the answers of plain decoding.
         progress: called after each answer with how many there are and how many there will be.
 
     What was measured is kept. A candidate that fails at a turn, by whatever error, lacks that turn; where plain
     decoding fails or the prompt cannot be asked, the conversation ends; Ctrl-C ends all, and ``is_complete`` is false
     then. The ``omissions`` of the result tell of it.
 
-    Raises:
-        UsageError: the options fit neither models nor prompts.
-        PromptError: a first turn has no room in the context; nothing is measured then.
-        EagleSlimError: no drafted answer could be measured, or each differs from plain decoding's where the target
-            promises that none does.
-        KeyboardInterrupt: before the first turn was answered.
+    Raises `UsageError` for options that fit neither models nor prompts; `PromptError` for a first turn without room in
+    the context, before anything is measured; `EagleSlimError` where no drafted answer could be measured;
+    `KeyboardInterrupt` before the first turn was answered.
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
@@ -113,7 +109,7 @@ class Measurement:
         }
 
     def answer_all(self) -> list[Answer]:
-        """Return the answers in the order they were made; fewer than planned where something failed or Ctrl-C came."""
+        """Return the answers in the order they were made."""
         self._warm_up()
         try:
             for batch in self.options.batches:

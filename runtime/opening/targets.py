@@ -33,7 +33,7 @@ class OpenedTarget:
     revision: str | None = None
     offline: bool = False
     form: Fp8Form | None = None
-    """The form of weights in FP8; None for any other weights."""
+    """Of weights in FP8; None for any others."""
     name: str | None = None
     """Repository, or name of the folder, for reports; None: as the head says."""
 
@@ -112,9 +112,8 @@ def read_place(
             raise UsageError(f"dtype = {wanted}, but the loaded target is in {weight.dtype}. Leave dtype out.")
         place = weight.device if device is None else choose_device(device)
         if place.type != weight.device.type or place.index not in (None, weight.device.index):
-            raise UsageError(
-                f"device = {str(device)!r}, but the loaded target is on {weight.device}. Leave device out."
-            )
+            problem = f"but the loaded target is on {weight.device}. Leave device out."
+            raise UsageError(f"device = {str(device)!r}, {problem}")
         place, wanted = weight.device, weight.dtype
     elif target is None or isinstance(target, (str, Path)):
         place = choose_device(device)

@@ -32,10 +32,9 @@ def register_triton_backend(
 ) -> None:
     """Register a drafting backend for `frontier_generate`, under any name but "reference".
 
-    ``draft``: a `DraftFunction`, or None for the persistent kernel, whose matrices ``draft_weights`` "fp8" stores in
-    FP8. "triton" can be given other options, not another function; what is registered already may be registered again.
-    Raises `UsageError` for a name that is taken by something else (`unregister_backend`) or no name at all, what cannot
-    be called, weights beside a function, and any other option.
+    ``draft``: a `DraftFunction`, or None for the persistent kernel, with its ``draft_weights``. "triton" can be given
+    other options, not another function. Raises `UsageError` for a name that is taken by something else
+    (`unregister_backend`) or no name at all, what cannot be called, and weights beside a function.
     """
     if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
         raise misfit("name", "neither empty nor that of a built-in backend", name)
@@ -150,11 +149,10 @@ def fused_draft_token_generation(
     tree: TreeConfig | None = None,
     **options: Any,
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
-    """Generate with a transformers model and its draft head, or with an EaModel, the whole step on the GPU: one call.
+    """Generate as `frontier_generate`, the whole step on the GPU; ``model`` may also be what `from_pretrained` loads.
 
-    As `frontier_generate`; ``model`` may also be what `SpeculativeModel.from_pretrained` loads, at every call. Raises
-    `GPUAssertionError` unless ``drafter`` is "reference" or there is an NVIDIA GPU of sm_80 or later with the model on
-    it; `UsageError` for what a `SpeculativeModel` or an EaModel has already, and as `from_pretrained` and `generate`.
+    Raises `GPUAssertionError` unless ``drafter`` is "reference" or there is an NVIDIA GPU of sm_80 or later with the
+    model on it; `UsageError` for what a `SpeculativeModel` or an EaModel has already.
     """
     device = (_place(model) or [torch.device("cuda")])[0]
     has_gpu = device.type == "cuda" and torch.cuda.is_available()

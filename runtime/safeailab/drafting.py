@@ -24,7 +24,7 @@ from ..settings import TreeConfig
 from ..step.graphs import GraphPool
 from ..tree import DraftTree
 from .reading import kind_of, tree_of
-from .rebind import rebind
+from .rebind import rebind, restore
 
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]
 """``topK_genrate``'s four values: draft_tokens int64 [1, nodes], retrieve_indices int64 [leaves, longest path] and
@@ -36,8 +36,7 @@ _FIRST_CAPACITY = 2048
 
 @contextmanager
 def on_buffers(device: torch.device) -> Iterator[None]:
-    """Work on buffers of a device, without the caller's autocast and outside inference mode: made in it, buffers could
-    not be written to elsewhere."""
+    """Work on buffers of a device, without the caller's autocast and inference mode."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
         yield
 
@@ -74,6 +73,10 @@ class LayerPatch:
         topK_genrate.__doc__ = type(self.layer).topK_genrate.__doc__
         kv = property(lambda layer: self._read_kv(), lambda layer, value: self._write_kv(value))
         rebind(self.layer, {"topK_genrate": topK_genrate, "stable_kv": kv})
+
+    def remove(self) -> None:
+        """Leave the layer as it was before `apply`."""
+        restore(self.layer)
 
     def _check(self, hidden_states: Tensor, input_ids: Tensor, head: Any) -> None:
         """Raise `UsageError` for features and ids that do not fit each other, `DrafterError` for a moved model."""
@@ -214,10 +217,7 @@ class LayerPatch:
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """Record work on the current GPU into a graph and return what replays it.
-
-    It runs once before, and again when replayed, so twice with the same inputs it must give the same.
-    """
+    """Record work on the current GPU into a graph, after running it once, and return what replays it."""
     with side_stream():
         run()
     return GraphPool().capture(run)

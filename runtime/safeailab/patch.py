@@ -37,10 +37,9 @@ def patch_ea_model_with_triton_drafter(
         output_ids = model.eagenerate(input_ids, max_new_tokens=256)
         unpatch_ea_model(model)
 
-    ``model.ea_layer.topK_genrate`` answers with upstream's four values in upstream's shapes, types and order; of equal
-    scores the lower candidate wins. Weights are taken from the model's own tensors, now: what is loaded into the model
-    later does not count until it is patched again. ``reset_kv`` and ``stable_kv`` keep their meaning, and ``depth``,
-    ``top_k`` and ``total_tokens`` may be changed at any time.
+    ``model.ea_layer.topK_genrate`` answers as upstream's; of equal scores the lower candidate wins. Weights are taken
+    from the model's own tensors, now: what is loaded into the model later does not count until it is patched again.
+    ``reset_kv`` and ``stable_kv`` keep their meaning, and ``depth``, ``top_k`` and ``total_tokens`` may be changed.
 
     Args:
         model: a loaded EaModel, with an EAGLE-3 head (cnets.Model) or an EAGLE-1/2 one (cnets1.Model), on one device.
@@ -90,10 +89,9 @@ def patch_eagle_model(
         unpatch_eagle_model(model)
 
     Beyond `patch_ea_model_with_triton_drafter`: the base model's forward over a tree, in upstream's own KV cache, the
-    choice of tokens, greedy and sampled, the acceptance, and the copying of the accepted path. ``eagenerate`` and
-    ``ea_generate`` remain upstream's code. Greedy text is the same up to rounding; sampled text has the same
-    distribution, from other random numbers (`torch.manual_seed`). ``naivegenerate``, ``naive_generate`` and a prompt's
-    forward are as they were. Only this object changes.
+    choice of tokens, the acceptance, and the copying of the accepted path. Greedy text is the same up to rounding;
+    sampled text has the same distribution, from other random numbers (`torch.manual_seed`). Plain generation and a
+    prompt's forward are as they were.
 
     ``target_backend``: "fused" verifies trees with our forward over the base model's weights (Llama, Qwen2, Qwen3),
     "upstream" with the base model's own; "auto" takes the fused one on a GPU where it can run. Raises
@@ -108,10 +106,9 @@ def patch_eagle_model(
 def unpatch_ea_model(model: Any) -> Any:
     """Undo `patch_ea_model_with_triton_drafter` or `patch_eagle_model` and return the model.
 
-    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included (matrices
-    that the fused forward packed side by side stay so, as views: same parameters, same values). After
-    `patch_eagle_model`, so are a base model and an ``ea_layer`` that it had then and were replaced since. A model that
-    is not patched is returned as it is. Raises `UsageError` for non-EaModel objects.
+    The object is exactly what it was (matrices that the fused forward packed side by side stay so, as views), and so is
+    an ``ea_layer`` that was replaced since. A model that is not patched is returned as it is. Raises `UsageError` for
+    anything but an EaModel.
     """
     if not is_ea_model(model):
         check_ea_model(model)
@@ -160,4 +157,4 @@ class EaModelPatch:
         """Take the patch off."""
         if self.step is not None:
             restore(self.step.model)
-        restore(self.layer.layer)
+        self.layer.remove()

@@ -9,9 +9,8 @@
 * ``update_inference_inputs``: keys, values and features of the path move by one kernel each, the next draft starts
   after them on the device, and only then the host waits for the accepted tokens, once a pass.
 
-Sampled, a node's choice is drawn from the target's own distribution, and the walk goes on where it is a drafted child.
-Upstream tries the children one after another, each with its share of the probability that is left, which accepts each
-with the same probability: the text has the same distribution, from other random numbers.
+Sampled, a node's choice is drawn from the target's own distribution, and the walk goes on where it is a drafted child,
+each with the probability with which upstream accepts it.
 """
 
 from __future__ import annotations
@@ -129,10 +128,7 @@ class StepPatch:
         input_ids: Tensor,
         retrieve_indices: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], its outputs.
-
-        The fused forward has no outputs beside these, and reads the tree from the drafter's buffers.
-        """
+        """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], upstream's outputs."""
         drafting = self.layer_patch
         with on_buffers(self._device):
             # The next draft's pairs, so that nothing has to grow between the walk and that draft.
@@ -239,7 +235,7 @@ def step_of(model: object) -> StepPatch | None:
 
 
 def _check_loop(model_class: type, name: str) -> None:
-    """Refuse a loop that does not call what is replaced: its text would not change, or not as a whole."""
+    """Refuse a loop that does not call what is replaced."""
     loop: Any = getattr(model_class, name, None)
     code = getattr(inspect.unwrap(loop), "__code__", None)
     missing = [called for called in _REPLACED if code is None or called not in code.co_names]
