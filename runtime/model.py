@@ -88,12 +88,11 @@ class SpeculativeModel:
     ) -> None:
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_hash = tokenizer_hash
-        """Hash of the tokenizer that ids belong to; None if neither target, tokenizer nor converted head tells it."""
+        """Hash of the tokenizer that ids belong to, where anything tells it."""
         if max_model_len is not None:
             read_count("max_model_len", max_model_len, 1)
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
-        """Most tokens of prompt and answer together."""
         self.is_tree_sized = is_tree_sized
         """Whether steps choose trees up to the drafter's (`step.shapes`); else every step has that."""
         self._decoders = Decoders(target, drafter)
@@ -127,8 +126,8 @@ class SpeculativeModel:
             head: as in `open_head`, or what that returned.
             draft_vocab, tree, drafter, draft_weights, max_model_len: as in `pair`.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
-                instructions for it (`dtype_on_cpu`). A loaded target's stays as it is.
-            device: None is the first GPU, else the CPU; a loaded target stays where it is.
+                instructions for it (`dtype_on_cpu`).
+            device: None is the first GPU, else the CPU.
             target_weights: "fp8" quantises the matrices of the decoder layers while they are loaded, one scale a row
                 (`target.fp8_loading`): half the bytes, and the output of the quantised model; from sm_89 on. "auto"
                 leaves them as the files have them: a checkpoint published in FP8 is loaded in FP8.
@@ -294,28 +293,25 @@ class SpeculativeModel:
             options: what to generate, as in transformers, each an argument or a field of ``generation_config``:
 
                 max_new_tokens: 256 by default, or what ``max_length`` leaves (prompt, with its padding, and answer).
-                do_sample, temperature, top_p, top_k, min_p: greedy unless ``do_sample`` or a temperature above 0 asks
-                    for sampling, whatever the target's own generation configuration says.
+                do_sample, temperature, top_p, top_k, min_p: greedy unless ``do_sample`` or a temperature asks for
+                    sampling, whatever the target's own generation configuration says.
                 min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids, stop_strings:
                     default to the target's own generation configuration.
                 eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
                     max_time (seconds), return_dict_in_generate. The following are arguments alone.
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
                     in a tensor [prompts, seq], unless it is an end of sequence too.
-                seed: fixes every draw, together with the prompt's place in the call; the output tells it. None draws
-                    one from PyTorch's generator. A list holds a seed for each prompt, whose draws then depend on
-                    nothing else in the call.
+                seed: fixes every draw, together with the prompt's place in the call; None draws one from PyTorch's
+                    generator. A list holds a seed for each prompt, whose draws depend on nothing else in the call.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: callables asked for each prompt by itself, without padding, and with None for scores.
-                logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), functions of these alone
-                    (`api.sampling`), called on the host.
+                logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), of these alone (`api.sampling`).
                 ignore_eos: True lets no id end an answer.
                 tokenizer: for text and stop strings, instead of the model's own.
 
-        Raises:
-            PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
-            UsageError: options that contradict each other, are not served, or lack a tokenizer.
-            LogitsError: logits that are no distribution. DeviceMemoryError: the device's memory is full.
+        Raises `PromptError` for an empty prompt, an id outside the vocabulary, or no room in the context; `UsageError`
+        for options that contradict each other, are not served, or lack a tokenizer; `LogitsError` for logits that
+        are no distribution; `DeviceMemoryError`.
         """
         if not (streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))):
             raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)
@@ -468,8 +464,6 @@ def pair(
     Warns of what the head's files leave in doubt.
 
     Args:
-        target: what `open_target` returned.
-        head: what `open_head` returned.
         draft_vocab: rows to draft over, without converting again, or a `DraftVocab`; None takes all.
         tree: shape of every step's tree. None: where rows are exact, steps choose between plain decoding and trees of
             up to 60 nodes, by measured times and acceptance (`step.shapes`); elsewhere sizes alone fix the tree before
@@ -481,10 +475,9 @@ def pair(
         tokenizer: instead of the target's own, or for a loaded one.
         max_model_len: most tokens of prompt and answer together; None is the model's own limit.
 
-    Raises:
-        PairingError: head, target, vocabulary or tokenizer do not belong together; no weights were loaded.
-        TargetError, UnsupportedModelError: the target cannot be loaded or cannot verify trees.
-        UsageError, DrafterError: see `choose_draft_ids`, `choose_drafter`, `check_tree_fits`.
+    Raises `PairingError` for what does not belong together, before weights are loaded; `TargetError` and
+    `UnsupportedModelError` for a target that cannot be loaded or cannot verify trees; `UsageError` and `DrafterError`
+    as `choose_draft_ids`, `choose_drafter` and `check_tree_fits`.
     """
     for name, given, kind in (("target", target, OpenedTarget), ("head", head, OpenedHead)):
         if not isinstance(given, kind):

@@ -27,70 +27,24 @@ from .sampling import PENALTIES, build_processors, noise_keys
 
 DEFAULT_MAX_NEW_TOKENS = 256
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_SERVED = (
-    *SAMPLING,
-    *PENALTIES,
-    "max_new_tokens",
-    "max_length",
-    "max_time",
-    "do_sample",
-    "eos_token_id",
-    "pad_token_id",
-    "stop_strings",
-    "num_return_sequences",
-    "return_dict_in_generate",
-)
+_ENDS = ("max_new_tokens", "max_length", "max_time", "eos_token_id", "stop_strings")
+_OF_ROWS = ("pad_token_id", "num_return_sequences", "return_dict_in_generate")
+_SERVED = ("do_sample", *SAMPLING, *PENALTIES, *_ENDS, *_OF_ROWS)
 """Fields of a `GenerationConfig`."""
-_OURS = (
-    "attention_mask",
-    "tokenizer",
-    "generation_config",
-    "seed",
-    "stop",
-    "stopping_criteria",
-    "ignore_eos",
-    "logits_processor",
-)
+_CALLABLES = ("stopping_criteria", "logits_processor")
+_OURS = ("attention_mask", "tokenizer", "generation_config", "seed", "stop", "ignore_eos", *_CALLABLES)
 """Further arguments of `generate`."""
-_WITHOUT_EFFECT = (
-    "_",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "early_stopping",
-    "length_penalty",
-    "use_cache",
-    "low_memory",
-    "transformers_version",
-    "return_legacy_cache",
-    "prefill_chunk_size",
-    "target_lookbehind",
-    "is_assistant",
-    "cache_",
-    "max_cache_",
-    "assistant_",
-    "num_assistant_",
-    "compile_",
-    "disable_compile",
-)
+_OF_CACHES = ("use_cache", "cache_", "max_cache_", "return_legacy_cache", "prefill_chunk_size", "low_memory")
+_OF_DRAFTS = ("is_assistant", "assistant_", "num_assistant_", "target_lookbehind")
+_OF_OTHERS = ("_", "bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "transformers_version")
+_WITHOUT_EFFECT = (*_OF_CACHES, *_OF_DRAFTS, *_OF_OTHERS, "compile_", "disable_compile")
 """Beginnings of the names of fields that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
-_ON_GREEDY = (
-    "min_length",
-    "num_beams",
-    "guidance_scale",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "begin_suppress_tokens",
-    "sequence_bias",
-    "renormalize_logits",
-    "penalty_alpha",
-    "dola_layers",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "watermarking_config",
-    "token_healing",
-)
+_OF_LENGTHS = ("min_length", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+_OF_LOGITS = ("guidance_scale", "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "watermarking_config")
+_OF_ENCODERS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+_OF_MODES = ("num_beams", "penalty_alpha", "dola_layers", "token_healing")
+_ON_GREEDY = (*_OF_LENGTHS, *_OF_LOGITS, *_OF_ENCODERS, *_OF_MODES)
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PROCESSORS = " What changes logits can be given as a logits_processor."
@@ -141,10 +95,7 @@ def read_call(
     sampling = read_sampling(options, fields, given["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
     if repeats > 1 and sampling.is_greedy:
-        raise UsageError(
-            f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
-            "temperature."
-        )
+        raise UsageError(f"num_return_sequences = {repeats} needs a temperature: greedy answers to a prompt are equal.")
     prompts = [prompt for prompt in prompts for _ in range(repeats)]
     shared: dict[str, Any] = {
         "eos_ids": eos,

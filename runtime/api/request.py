@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -119,11 +120,9 @@ class Request:
     def _is_ended_by_criteria(self) -> bool:
         ids = torch.tensor([[*self.prompt_ids, *self.token_ids]], device=self.device)
         for criterion in self.criteria:
-            answer = criterion(ids, None)
-            try:
+            answer, flags = criterion(ids, None), torch.tensor([])
+            with suppress(RuntimeError, TypeError, ValueError):
                 flags = torch.as_tensor(answer)
-            except (RuntimeError, TypeError, ValueError):
-                flags = torch.tensor([])
             if flags.numel() == 0:
                 raise misfit("What a stopping criterion returns", "True or False, or a tensor of them", answer)
             if flags.all():

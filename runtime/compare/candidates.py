@@ -51,8 +51,7 @@ class Candidate:
 def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions) -> list[Candidate]:
     """List the sizes of each head with each tree; equal sizes are listed once.
 
-    Raises `UsageError` for models that `SpeculativeModel.from_pretrained` did not build, for models of several targets,
-    for a head given twice, and for sizes that a head cannot be cut to.
+    Raises `UsageError` for models that are not of one loaded target, heads given twice, and sizes that cannot be.
     """
     if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
         raise UsageError(
@@ -78,7 +77,7 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
 
 
 def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[SpeculativeModel]:
-    """Return the model in each different size. Raises `UsageError` for a size that the head cannot be cut to."""
+    """Return the model in each different size."""
     assert model.opened is not None
     sizes, ranking = options.sizes, model.opened.ranking
     if sizes is None:

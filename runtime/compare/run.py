@@ -161,7 +161,7 @@ class Measurement:
     def _answer_turn(
         self, mode: str, group: tuple[int, ...], turn: int, asked: Sequence[int], talks: Mapping[int, Any]
     ) -> GenerationOutput | None:
-        """Keep what the candidates answer to a turn; return plain decoding's answer, None where there is none."""
+        """Keep what the candidates answer to a turn; return plain decoding's, None where there is none."""
         outputs, of_turn = dict[str, GenerationOutput](), (mode, len(group), group[0], turn)
         try:
             ids = [self.model.encode_chat(talks[number]) for number in asked]

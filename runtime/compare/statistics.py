@@ -115,8 +115,7 @@ def _averages(
 ) -> NDArray[np.float64]:
     """Average ``times`` [steps] where each counts as often as its prompt in each row of ``weights`` [rows, prompts].
 
-    ``prompts`` int64 [steps]; gives float64 [rows], NaN for a row without steps: a mean where steps differ by their
-    trees, else a median.
+    Returns float64 [rows]: a mean where steps differ by their trees, else a median; NaN for a row without steps.
     """
     average = np.median if nodes else np.mean
     repeated = (np.repeat(times, counts[prompts]) for counts in weights)

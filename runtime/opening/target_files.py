@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from eagle_slim.vocab_tools.errors import EagleSlimError
@@ -119,8 +119,7 @@ def load_target(
 ) -> nn.Module:
     """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
 
-    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: that of `load_target_config`, needed for
-    FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
+    ``config`` is needed for FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_peft_available
@@ -132,9 +131,8 @@ def load_target(
         wanted = dtype or config.dtype
         reason = _unfit_for_fp8(device, wanted) if wanted else "names no type in its config.json"
         if reason is not None:
-            raise TargetError(
-                f"Target {target}, whose weights are to be in FP8, {reason}. Load it with dtype='bfloat16'."
-            )
+            name = f"Target {target}, whose weights are to be in FP8,"
+            raise TargetError(f"{name} {reason}. Load it with dtype='bfloat16'.")
     try:
         with _naming(target):
             takes_adapters = form is None and is_peft_available()
@@ -166,8 +164,7 @@ def load_target(
                 raise ValueError(f"{len(left)} tensors, such as {min(left)}, {problem}")
         needed = sum(weight.nbytes for weight in model.parameters())
         weights = f"{needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}"
-        moved: nn.Module = model.to(device).eval()
-        return moved
+        return cast(nn.Module, model.to(device).eval())
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
     raise DeviceMemoryError(

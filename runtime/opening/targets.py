@@ -99,11 +99,7 @@ def open_target(
 def read_place(
     target: object, dtype: torch.dtype | str, device: torch.device | str | None, target_weights: str
 ) -> tuple[torch.device, torch.dtype | None]:
-    """Read device and type of a target before it is opened; type None: that of its files.
-
-    Raises `UsageError` for what cannot be, and where a loaded target is of another type or elsewhere;
-    `UnsupportedModelError` for a loaded one that cannot verify trees.
-    """
+    """Read device and type of a target before it is opened; type None: that of its files. Raises as `open_target`."""
     wanted = read_dtype(dtype)
     if isinstance(target, nn.Module):
         check_supported(target)

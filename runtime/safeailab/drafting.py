@@ -9,7 +9,7 @@ of token t with the token after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,8 +44,7 @@ def on_buffers(device: torch.device) -> Iterator[None]:
 class LayerPatch:
     """Drafts for one ``ea_layer``: one sequence, in buffers that grow with it.
 
-    `reserve` and `launch` are for a block `on_buffers`. Raises as `Drafter.on_slots`; `DrafterError` when a draft's
-    grid barrier timed out.
+    `reserve` and `launch` are for a block `on_buffers`. Raises as `Drafter.on_slots`.
     """
 
     def __init__(self, layer: Any, lm_head: Any, drafter: Drafter) -> None:
@@ -156,12 +155,9 @@ class LayerPatch:
 
     def launch(self) -> None:
         """Draft from what the buffers hold, without waiting; ``length`` is the caller's to advance."""
-        if self.head.device.type != "cuda" or self.drafter.waits:
-            self._draft()
-            return
-        if self._graph is None:
+        if self._graph is None and self.head.device.type == "cuda" and not self.drafter.waits:
             self._graph = captured(self._draft)
-        self._graph()
+        (self._graph or self._draft)()
 
     def _draft(self) -> None:
         self.drafter.draft()
@@ -198,17 +194,14 @@ class LayerPatch:
             self.length = 0
             return
         _, kv_heads, _, head_dim = self.bufs.keys.shape
-        try:
+        fits = False
+        with suppress(TypeError, ValueError, AttributeError, IndexError):
             ((keys, values),) = kv
             length = keys.shape[2]
             fits = keys.shape == values.shape == (1, kv_heads, length, head_dim)
-        except (TypeError, ValueError, AttributeError, IndexError):
-            fits = False
         if not fits:
-            raise UsageError(
-                f"stable_kv must be None or ((keys, values),), both [1, {kv_heads}, length, {head_dim}], as "
-                "topK_genrate leaves it."
-            )
+            shape = f"[1, {kv_heads}, length, {head_dim}]"
+            raise UsageError(f"stable_kv must be None or ((keys, values),), both {shape}, as topK_genrate leaves it.")
         with on_buffers(self.head.device):
             self.reserve(length)
             self.bufs.keys[:, :, :length] = keys

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
-from ..target.cache import ForwardBuffers, KVCache
+from ..target.cache import KVCache
 from ..target.fused import FusedTarget
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
@@ -64,19 +64,16 @@ class TreeForward:
         self._target, self._trees = target, trees
         self._cache = KVCache.over(data[0::2], data[1::2])
         self._rows = ForwardRows.allocate(1, nodes, lengths, is_path=tree.top_k == 1)
-        self._bufs: ForwardBuffers = target.new_buffers(1, nodes, nodes, self._cache.capacity)
+        self._bufs = target.new_buffers(1, nodes, nodes, self._cache.capacity)
         self.logits, self.features = self._bufs.logits, self._bufs.features
         self._replay: Callable[[], None] | None = None
         target.reserve_positions(self._cache.capacity)
 
     def run(self) -> None:
         """Run the target over the tree, without waiting; writes the tree's rows after the committed ones."""
-        if not self.data.is_cuda:
-            self._forward()
-            return
-        if self._replay is None:
+        if self._replay is None and self.data.is_cuda:
             self._replay = captured(self._forward)
-        self._replay()
+        (self._replay or self._forward)()
 
     def _forward(self) -> None:
         self._target.ops(tree_rows)(self._trees, self._rows)
