@@ -431,7 +431,6 @@ class SpeculativeModel:
         return encode_conversation(self.tokenizer, messages)
 
     def _warn_if_nothing_is_accepted(self, num_drafts: int, num_accepted: int) -> None:
-        """Warn once, when calls were long enough to tell, of a head that hardly drafts a token that is taken."""
         drafts, accepted = self._num_drafts + num_drafts, self._num_accepted + num_accepted
         is_enough = drafts >= _WARN_AFTER_PASSES
         self._num_drafts, self._num_accepted = (0, 0) if is_enough else (drafts, accepted)
@@ -517,6 +516,5 @@ def pair(
 def _rank_rows(
     opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
-    """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
     ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None
     return None if ranked is None else torch.from_numpy(ranked).to(device)

@@ -16,7 +16,6 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 def _choice(name: str, choices: Sequence[str], help_text: str) -> Callable[[_Decorated], _Decorated]:
-    """Make an option of choices, whose first is the default."""
     return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
 
 
@@ -87,10 +86,7 @@ no_follow_option = click.option("--follow", hidden=True, expose_value=False, cal
 
 
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
-    """Take the options of `model_options` out of a command's, and load the head, and other ``heads``, with the target.
-
-    ``more``: further arguments of `SpeculativeModel.from_pretrained`.
-    """
+    """Take the options of `model_options` out of a command's, and load the head and other ``heads`` with the target."""
     note(f"loading {options['head'] or 'the built-in head'} with its target")
     from transformers.utils import logging
 

@@ -169,10 +169,7 @@ class GraphTimer:
 
 
 def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterConfig]]:
-    """Read the drafts recorded on ``chip``, one for each key, those of a head together and the most launched first.
-
-    Raises `UsageError` for a file without any of this GPU.
-    """
+    """Read the drafts recorded on ``chip``, one for each key, those of a head together, the most launched first."""
     recorded = read_shapes(path)
     of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
     if not of_chip:

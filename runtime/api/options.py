@@ -131,10 +131,7 @@ def read_call(
 def join_options(
     target_config: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join keywords, a given configuration, and penalties and stop strings of the target's own; the earlier wins.
-
-    None leaves a field unset. Returns the fields that are set. Raises `UsageError` for what is not served.
-    """
+    """Join what was given with the target's own penalties and stop strings. Raises `UsageError` for others."""
     if given is not None and not isinstance(given, GenerationConfig):
         raise misfit("generation_config", "transformers' GenerationConfig", given)
     for name in _ON_GREEDY:
@@ -190,9 +187,8 @@ def read_tokenizer(given: Any) -> Any:
 def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
     """Read how to sample from joined options (`join_options`); where ``keywords`` disagree, ``do_sample`` wins.
 
-    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None.
-    Greedy decoding ignores what only sampling reads, with a `SamplingWarning` for keywords that would change something.
-    Raises `UsageError` for numbers out of range, and for sampling at temperature 0.
+    Sampling draws a seed where it is None. Greedy decoding ignores what only sampling reads, with a `SamplingWarning`
+    for keywords that would change something. Raises `UsageError` for numbers out of range.
     """
     temperature, do_sample = keywords.get("temperature"), keywords.get("do_sample")
     if do_sample is None and temperature is None:
@@ -225,7 +221,6 @@ def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
 
 
 def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
-    """Return a seed for each prompt where ``seed`` is a list; else None. Raises `UsageError`."""
     seeds = seed.tolist() if hasattr(seed, "tolist") else seed
     if not isinstance(seeds, Sequence) or isinstance(seeds, str):
         return None
@@ -252,7 +247,6 @@ def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any]
 
 
 def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
-    """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256."""
     if "max_new_tokens" in options:
         return read_count("max_new_tokens", options["max_new_tokens"], 0)
     if "max_length" not in options:

@@ -33,8 +33,7 @@ def read_prompts(
     """Return the token ids of each prompt as they were given, and without the padding.
 
     ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
-    [prompts, seq], as in transformers; None marks nothing. Raises `UsageError` for anything that is no prompt, text
-    without a tokenizer, and a mask of another shape; `PromptError` for an empty list of prompts.
+    [prompts, seq]. Raises `UsageError` for what is no prompt or mask, `PromptError` for an empty list of prompts.
     """
     if isinstance(given, Mapping):
         if "input_ids" not in given:

@@ -29,10 +29,7 @@ PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min
 
 
 def noise_keys(seed: int, request_index: int, length: int) -> Tensor:
-    """Return the first ``length`` keys of a request's stream: int64 [length], none negative.
-
-    Different pairs of seed and index give unrelated streams.
-    """
+    """Return the first ``length`` keys of a request's stream: int64 [length], none negative."""
     digest = hashlib.sha256(f"{seed}/{request_index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(length, dtype=torch.int64).random_(generator=generator)
@@ -75,10 +72,9 @@ def build_processors(
     extra: Sequence[Any] = (),
     device: torch.device | str = "cpu",
 ) -> Processors | None:
-    """Build the processors of one request; None where nothing changes logits.
+    """Build the processors of one request, ``extra`` ones last; None where nothing changes logits.
 
-    ``options``: `PENALTIES` that are set. ``vocab_size``: logits per position. ``extra`` processors come last. Raises
-    `UsageError` for a value that transformers refuses, and for a token id outside the vocabulary.
+    Raises `UsageError` for a value that transformers refuses, and for a token id outside the vocabulary.
     """
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}

@@ -14,10 +14,7 @@ import torch
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step: drafting a tree for each running sequence, verifying them, and the host's own work.
-
-    A step that is replayed as one counts as drafting.
-    """
+    """Seconds of one step: drafting (all of a step that is replayed as one), verifying, and the host's own work."""
 
     draft_s: float
     verify_s: float

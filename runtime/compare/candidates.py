@@ -49,10 +49,7 @@ class Candidate:
 
 
 def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions) -> list[Candidate]:
-    """List the sizes of each head with each tree; equal sizes are listed once.
-
-    Raises `UsageError` for models that are not of one loaded target, heads given twice, and sizes that cannot be.
-    """
+    """List the sizes of each head, equal ones once, with each tree. Raises `UsageError` for what cannot be compared."""
     if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
         raise UsageError(
             "models: a comparison takes one or more, built by from_pretrained over the same loaded target."
@@ -77,7 +74,6 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
 
 
 def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[SpeculativeModel]:
-    """Return the model in each different size."""
     assert model.opened is not None
     sizes, ranking = options.sizes, model.opened.ranking
     if sizes is None:
@@ -88,7 +84,6 @@ def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[Speculati
 
 
 def _words(draft_vocab: int, model: SpeculativeModel) -> str:
-    """Return the size of a draft vocabulary in words, of which ``model`` has the whole."""
     target_vocab = int(model.target.text_config.vocab_size)
     if draft_vocab == target_vocab:
         return f"full ({draft_vocab:,})"

@@ -24,8 +24,7 @@ class CompareOptions:
             that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
         sampling: how the mode "sampled" chooses tokens.
-        batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
-            prompts, the last one filled up from the beginning.
+        batches: how many prompts are answered at a time; the last group is filled up from the beginning.
         partial_verification: as in `SpeculativeModel.generate`.
 
     Raises `UsageError` for values out of range, and for values given twice.

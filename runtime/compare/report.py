@@ -275,7 +275,6 @@ def _timings(candidate: Candidate, answers: Sequence[Answer], groups: Mapping[in
 
 
 def _with_range(estimate: Estimate | None, digits: int) -> str:
-    """Format a value with its interval, unless there is none, or it ends where it begins."""
     if estimate is None:
         return "-"
     ends = [f"{end:.{digits}f}" for end in (estimate.value, estimate.low, estimate.high)]
@@ -283,6 +282,5 @@ def _with_range(estimate: Estimate | None, digits: int) -> str:
 
 
 def _end(estimate: Estimate | None, end: str) -> float | None:
-    """Return an estimate's value, or an end of its interval, for JSON: None where there is none."""
     value = math.inf if estimate is None else getattr(estimate, end)
     return round(value, 4) if math.isfinite(value) else None

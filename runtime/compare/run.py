@@ -45,9 +45,8 @@ def compare(
         prompts: conversations. Later turns follow the answers of plain decoding.
         progress: called after each answer with how many there are and how many there will be.
 
-    What was measured is kept. A candidate that fails at a turn, by whatever error, lacks that turn; where plain
-    decoding fails or the prompt cannot be asked, the conversation ends; Ctrl-C ends all, and ``is_complete`` is false
-    then. The ``omissions`` of the result tell of it.
+    What was measured is kept. A candidate that fails at a turn lacks that turn; where plain decoding fails or the
+    prompt cannot be asked, the conversation ends; Ctrl-C ends all. The ``omissions`` of the result tell of it.
 
     Raises `UsageError` for options that fit neither models nor prompts; `PromptError` for a first turn without room in
     the context, before anything is measured; `EagleSlimError` where no drafted answer could be measured;
@@ -141,7 +140,6 @@ class Measurement:
                     raise
 
     def _answer_group(self, group: tuple[int, ...], mode: str) -> None:
-        """Let every candidate answer a group of prompts, turn by turn."""
         talks: dict[int, list[dict[str, str]]] = {number: [] for number in group}
         num_turns = max(len(self.prompts[number].turns) for number in group)
         ended = self.num_done + len(self.candidates) * num_turns
@@ -222,7 +220,6 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:
-    """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
     for prompt, drafted, expected in zip(asked, output.token_ids, plain.token_ids, strict=True):
         first = first_difference(drafted, expected)
         if first is not None:

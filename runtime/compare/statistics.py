@@ -113,10 +113,7 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
 def _averages(
     nodes: int, times: NDArray[np.float64], prompts: NDArray[np.int64], weights: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Average ``times`` [steps] where each counts as often as its prompt in each row of ``weights`` [rows, prompts].
-
-    Returns float64 [rows]: a mean where steps differ by their trees, else a median; NaN for a row without steps.
-    """
+    """Average ``times`` [steps] by each row of ``weights`` [rows, prompts]: the mean where trees differ, or median."""
     average = np.median if nodes else np.mean
     repeated = (np.repeat(times, counts[prompts]) for counts in weights)
     return np.array([average(each) if len(each) else np.nan for each in repeated])

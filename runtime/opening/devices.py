@@ -21,10 +21,7 @@ _INSTRUCTIONS = {
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """Read a device such as "cuda:1" or "cpu"; None is the first GPU where there is one, else the CPU.
-
-    Raises `UsageError` for an unknown name, and for a device that is not there.
-    """
+    """Read a device; None is the first GPU, else the CPU. Raises `UsageError` for one that is not there."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

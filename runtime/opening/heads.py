@@ -82,10 +82,7 @@ class OpenedHead:
         return np.argsort(place[draft_ids], kind="stable")
 
     def target_location(self, revision: str | None = None) -> str | Path:
-        """Return the folder or repository of the target that the head names; the built-in one, if of no revision.
-
-        Raises `UsageError` where it names none, or a folder that cannot be found.
-        """
+        """Return the folder or repository of the target that the head names. Raises `UsageError` for none."""
         if self.target_name is not None:
             is_built_in = self.target_name == EMBEDDED_TARGET_REPO and revision is None
             return embedded_target_folder() if is_built_in else self.target_name

@@ -15,10 +15,7 @@ from .heads import OpenedHead
 
 
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
-    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2).
-
-    Raises `MismatchError` where the head's configuration contradicts itself, or names a layer that the target lacks.
-    """
+    """Return the decoder layers whose inputs the head reads; None for the last hidden state. Raises as `taps`."""
     taps = head.taps(num_layers)
     if head.kind == "eagle" or taps == ():
         return None
@@ -26,10 +23,7 @@ def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | No
 
 
 def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
-    """Raise `PairingError`, naming both sides' values, for a head that does not fit a target's (text) configuration.
-
-    Compared are hidden sizes, vocabularies, draft ids, and tap layers.
-    """
+    """Raise `PairingError`, naming both sides' values, for a head that does not fit a target's (text) configuration."""
     hidden, vocab = int(text_config.hidden_size), int(text_config.vocab_size)
     problem = None
     highest = -1 if head.draft_ids_to_target is None else int(head.draft_ids_to_target.max())
@@ -59,10 +53,7 @@ def check_tokenizer(made_with: str | None, target_hash: str | None, what: str, t
 
 
 def check_tokenizers(head: OpenedHead, target_name: str, target_hash: str | None, given: Any | None) -> str | None:
-    """Check the hash of the target's tokenizer, and the ``given`` tokenizer, against the one that a head was made with.
-
-    Returns the hash of the tokenizer that ids belong to; None if nothing tells it. Raises `PairingError`.
-    """
+    """Check the target's and the ``given`` tokenizer against the head's; return the hash of the one that counts."""
     given_hash, source = None, getattr(given, "name_or_path", None)
     # Its files may not be on this machine.
     with suppress(TokenizerError):

@@ -25,7 +25,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Name the target in the errors of transformers, which has no class of its own for them."""
     keep_limit()
     try:
         yield
@@ -87,8 +86,7 @@ def choose_form(
 ) -> Fp8Form | None:
     """Return how a target's weights are in FP8: as published, or quantised where ``target_weights`` asks; None: not.
 
-    ``config``: transformers' own; a ``quantization_config`` that quantises nothing is taken out of it. Raises
-    `TargetError` for weights quantised otherwise, and for published FP8 where it cannot run.
+    A ``quantization_config`` that is read or quantises nothing leaves ``config``. Raises `TargetError` for other forms.
     """
     from transformers.utils import cached_file, has_file
 
@@ -117,10 +115,7 @@ def load_target(
     config: Any = None,
     form: Fp8Form | None = None,
 ) -> nn.Module:
-    """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
-
-    ``config`` is needed for FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit.
-    """
+    """Load a causal LM in evaluation mode. Raises `TargetError`, and `DeviceMemoryError` where it does not fit."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_peft_available
     from transformers.utils.peft_utils import find_adapter_config_file

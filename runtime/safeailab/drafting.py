@@ -42,10 +42,7 @@ def on_buffers(device: torch.device) -> Iterator[None]:
 
 
 class LayerPatch:
-    """Drafts for one ``ea_layer``: one sequence, in buffers that grow with it.
-
-    `reserve` and `launch` are for a block `on_buffers`. Raises as `Drafter.on_slots`.
-    """
+    """Drafts for one ``ea_layer``, in buffers that grow; `reserve` and `launch` are for a block `on_buffers`."""
 
     def __init__(self, layer: Any, lm_head: Any, drafter: Drafter) -> None:
         self.layer, self.lm_head, self.kind = layer, lm_head, kind_of(layer)
@@ -78,7 +75,6 @@ class LayerPatch:
         restore(self.layer)
 
     def _check(self, hidden_states: Tensor, input_ids: Tensor, head: Any) -> None:
-        """Raise `UsageError` for features and ids that do not fit each other, `DrafterError` for a moved model."""
         new = input_ids.shape[-1] - 1 - self.length
         if new < 1 or hidden_states.shape[:-1] != (1, new) or input_ids.shape[:-1] != (1,):
             raise UsageError(
@@ -114,7 +110,6 @@ class LayerPatch:
         return self.drafter.bufs
 
     def _follow(self, tree: TreeConfig) -> None:
-        """Draft trees of this shape from now on; the KV cache is kept."""
         if tree != self.tree:
             kv, self.spec = self._read_kv(), self.spec.like(self.head, tree)
             self._allocate(_FIRST_CAPACITY)
@@ -181,7 +176,6 @@ class LayerPatch:
         return tokens.clone(), paths.clone(), tree_mask, self.bufs.tree_position_ids[0].clone()
 
     def _read_kv(self) -> StableKV | None:
-        """Copy the KV cache; None when it is empty."""
         if self.length == 0:
             return None
         with on_buffers(self.head.device):

@@ -1,8 +1,7 @@
 """The fused forward over an `EaModel`'s own base model: verification of a draft tree in upstream's KV cache.
 
-Upstream's base models are transformers' Llama, Qwen2 and Qwen3 with another cache, so that `FusedTarget` reads their
-weights, and their cache holds for each layer what `KVCache` does: keys and values [1, kv_heads, max_length, head_dim].
-Prompts go through upstream's own forward, trees through this one, which a CUDA graph holds.
+Upstream's base models are transformers' with another cache, which holds for each layer what `KVCache` does. Prompts go
+through upstream's own forward, trees through this one, which a CUDA graph holds.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ _BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def take_forward(asked: str, model: Any, ops: Ops) -> tuple[Choice, FusedTarget | None]:
-    """Choose the forward that verifies trees, and build it where it is "fused"; "upstream" is the base model's own.
-
-    The base model's matrices become views of packed ones. Raises as `choose_forward`.
-    """
+    """Choose the forward that verifies trees, and build it where it is "fused". Raises as `choose_forward`."""
     base = model.base_model
     device = base.lm_head.weight.device
     choice = choose_forward(asked, "upstream", lambda: _unfit_reason(model), device)
@@ -88,7 +84,6 @@ def _tap_layers(model: Any) -> tuple[int, ...] | None:
 
 
 def _unfit_reason(model: Any) -> str | None:
-    """Return why a base model is not fused, as the end of a sentence; None if it can be."""
     base, taps = model.base_model, _tap_layers(model)
     name = type(base).__name__
     if name not in _BASES:

@@ -125,10 +125,7 @@ unpatch_eagle_model = unpatch_ea_model
 
 
 class EaModelPatch:
-    """A patch that can be put on and taken off at no cost: the drafter is built once.
-
-    ``target_backend`` None patches the drafter alone; ``vocabulary``: arguments of `choose_ids`.
-    """
+    """A patch that is put on and taken off at no cost; ``target_backend`` None patches the drafter alone."""
 
     def __init__(
         self,

@@ -63,10 +63,7 @@ def tree_of(layer: Any) -> TreeConfig:
 
 
 def trained_ids(model: Any) -> NDArray[np.int64]:
-    """Return the target id of every row of the head's LM head, in its order: int64 [rows].
-
-    Raises `PairingError` for a ``d2t`` whose ids repeat or lie outside the vocabulary.
-    """
+    """Return the target id of every row of the LM head: int64 [rows]. Raises `PairingError` for a wrong ``d2t``."""
     layer = model.ea_layer
     rows = _lm_head(model).shape[0]
     vocab = layer.embed_tokens.weight.shape[0]

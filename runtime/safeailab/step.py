@@ -47,8 +47,6 @@ _SHARED = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", 
 
 
 class _Tensors:
-    """Tensors of a step beside the drafter's buffers, whose inputs it shares."""
-
     def __init__(self, bufs: Buffers, tree: TreeConfig, vocab: int) -> None:
         device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
@@ -68,11 +66,7 @@ class _Tensors:
 
 
 class StepPatch:
-    """The step of one `EaModel`; its ``layer_patch`` drafts from buffers.
-
-    ``target_backend``: as `take_forward`; ``backend`` is the choice. Raises as that, and `UnsupportedModelError` for a
-    model whose loops do not call what is replaced.
-    """
+    """The step of one `EaModel`. Raises as `take_forward`, and `UnsupportedModelError` where it cannot be replaced."""
 
     def __init__(self, model: Any, layer_patch: LayerPatch, target_backend: str = "auto") -> None:
         self.model, self.layer_patch = model, layer_patch
@@ -85,7 +79,6 @@ class StepPatch:
         self._tensors: _Tensors | None = None
 
     def _take_base_model(self) -> None:
-        """Choose and build the forward that verifies, over the base model as it is now."""
         self.backend, self._target = take_forward(self._asked, self.model, self.ops)
         self._forward: TreeForward | None = None
         # Packing has made views of some weights: looked at afterwards. What upstream's loops set is no change.
