@@ -88,7 +88,6 @@ class SpeculativeModel:
     ) -> None:
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_hash = tokenizer_hash
-        """Hash of the tokenizer that ids belong to, where anything tells it."""
         if max_model_len is not None:
             read_count("max_model_len", max_model_len, 1)
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
@@ -184,10 +183,9 @@ class SpeculativeModel:
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig | None) -> SpeculativeModel:
-        """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
+        """Return a model that drafts trees of another shape; None: each step chooses one up to this model's.
 
-        None: each step chooses its tree (`step.shapes`), up to that of this model. Raises `UsageError` for a tree that
-        needs more children than the draft vocabulary has.
+        Everything loaded is shared. Raises `UsageError` for a tree that needs more rows than the draft vocabulary has.
         """
         if tree is None:
             return self._with_drafter(self.drafter, is_tree_sized=True)
@@ -197,8 +195,7 @@ class SpeculativeModel:
     def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
-        drafter other than the kernel where weights are in FP8.
+        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`.
         """
         weights, current = self.drafter.weights, self.drafter
         if draft_weights == "auto" and self.draft_weights == "fp8":
@@ -398,9 +395,8 @@ class SpeculativeModel:
         Args:
             num_prompts: most prompts of a call.
             max_length: most tokens of a prompt and its answer together, for which the KV cache is allocated.
-            max_slots, speculative, partial_verification: as in `generate`.
-            options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
-                each combination of stages has graphs of its own, which serve all values.
+            max_slots, speculative, partial_verification, options: as in `generate`; each combination of stages
+                (temperature, ``top_p``, penalties, ...) has graphs of its own, which serve all values.
 
         On a CPU there is nothing to get ready. Trees that steps choose among are also timed, at half of ``max_length``.
         Raises `UsageError` as `generate` does.
@@ -423,10 +419,9 @@ class SpeculativeModel:
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
-        """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
+        """Turn a conversation (or one user message) into token ids by the chat template, or else its last message.
 
-        Without a template, the last message's text is encoded as it is. Raises `UsageError` without a tokenizer, for
-        anything that is no conversation, and for one that the template refuses.
+        Raises `UsageError` without a tokenizer, and for what is no conversation or refused by the template.
         """
         return encode_conversation(self.tokenizer, messages)
 

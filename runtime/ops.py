@@ -1,5 +1,4 @@
-"""Operations as kernels or twins, profiler ranges, the current GPU, the side stream for graph capture, and counts of
-launches.
+"""Operations as kernels or twins, profiler ranges, the side stream for graph capture, and counts of launches.
 
 An operation is a function that launches Triton kernels; its twin is the plain PyTorch function in the same module whose
 name ends in ``_ref``, with the same arguments and results, which defines it.
@@ -46,7 +45,7 @@ class Ops:
 
 
 def is_set(variable: str) -> bool:
-    """Tell if an environment variable switches something on: it is there, not empty, and not 0."""
+    """Tell if an environment variable is there, not empty, and not 0."""
     return os.environ.get(variable, "0") not in ("", "0")
 
 

@@ -5,10 +5,8 @@
 
 Each shape's derived parameters are tried, and a few that differ from them in one thing each. All are checked against
 the fp32 reference, then timed as CUDA-graph replays interleaved with those of the derived ones. The winner goes into
-the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), which holds several GPUs'. Heads and drafts that
-were launched most come first. Weights are random: speed does not depend on values.
-
-A head has one stored layout for all slots, trees and vocabularies: the cache's, or else the derived one.
+the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package). Weights are random: speed does not depend on
+values. A head has one stored layout for all slots, trees and vocabularies: the cache's, or else the derived one.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ from .errors import DrafterError, UsageError
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
-"""Cached pairs while timing."""
 
 Measure = Callable[[DrafterConfig, LaunchParams, LaunchParams], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""

@@ -59,7 +59,6 @@ class Call:
     requests: list[Request]
     sampling: SamplingConfig
     options: Mapping[str, Any]
-    """Fields of a `GenerationConfig` that are set, by name (`join_options`)."""
     rows: list[tuple[int, ...]]
     """The prompts as they were given, padding included."""
     device: torch.device
@@ -67,7 +66,6 @@ class Call:
     fill: int
     """Id that fills ``sequences`` where an answer has ended."""
     seed: int | tuple[int, ...] | None
-    """The seed, or one for each prompt; None where nothing is drawn."""
 
 
 def read_call(

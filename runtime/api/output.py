@@ -86,10 +86,9 @@ class DictOutput(GenerationOutput, ModelOutput):  # type: ignore[misc]  # transf
 def join_sequences(
     prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> Tensor:
-    """Join prompts and new tokens: int64 [prompts, longest prompt + longest answer], as transformers returns them.
+    """Join prompts, padded on the left, and answers, on the right, as transformers returns them.
 
-    Prompts stand as they were given, padded on the left where their lengths differ; answers are padded on the right. So
-    ``sequences[:, input_ids.shape[1]:]`` are the answers.
+    Returns int64 [prompts, longest prompt + longest answer].
     """
     joined = []
     for rows, side in ((prompts, "left"), (answers, "right")):

@@ -43,7 +43,6 @@ class Request:
     """A prompt with its limits, and its answer so far."""
 
     index: int
-    """Place of the prompt in the call."""
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()

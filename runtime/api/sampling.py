@@ -3,10 +3,9 @@
 Every request has one stream of keys, drawn from its own generator (seed, and place in the call, or among the answers to
 its prompt where that has a seed of its own). The token at new position i is chosen by the noise that key i gives each
 id (`step.kernels.token_noise`). So a request's sampled text depends on neither the drafter, the tree, nor the rest of
-the batch: speculative and plain decoding give the same tokens for the same seed, and the distribution is the target's.
+the batch, and the distribution is the target's.
 
-A processor changes the target's logits at a position, given the tokens before it. It is applied wherever the target
-chooses a token, at the nodes of a tree as in plain decoding, so drafting does not change the answer. Processors must
+A processor is applied wherever the target chooses a token, at the nodes of a tree as in plain decoding. Processors must
 depend on nothing but their arguments: they are also called for continuations that are not kept.
 """
 

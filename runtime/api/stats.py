@@ -26,8 +26,7 @@ class GenerationStats:
     """Statistics of one request or of many.
 
     The accepted length of a pass is the number of tokens that one target forward over a tree adds to the answer: the
-    accepted drafted tokens and the target's own, up to the answer's end. It is counted only for sequences that were
-    running; the prompt's forward is not a pass.
+    accepted drafted tokens and the target's own, up to the answer's end. The prompt's forward is not a pass.
     """
 
     accepted_lengths: dict[int, int] = field(default_factory=dict)
@@ -57,9 +56,8 @@ class GenerationStats:
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
     tuned_hits: int = 0
-    """Launches of the drafter with tuned parameters."""
     tuned_misses: int = 0
-    """Launches of the drafter with derived parameters: ``EAGLE_SLIM_SHAPES`` records their shapes."""
+    """Launches of the drafter with derived instead of tuned parameters."""
     path: str = ""
     """Human-readable description of what ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
@@ -137,10 +135,7 @@ class GenerationStats:
 
 
 class PhaseTimer:
-    """Times phases without making the host wait inside the loop: on a GPU it records events and reads them later.
-
-    Each "draft" or "step" phase begins a step, which lasts until the next one begins; prefill is not part of it.
-    """
+    """Times phases without making the host wait, on a GPU by events. A "draft" or "step" phase begins a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_events = device.type == "cuda"

@@ -21,7 +21,6 @@ class Candidate:
     """A head over a draft vocabulary with a tree; the defaults are plain decoding."""
 
     label: str
-    """Unique name."""
     size: str
     """The draft vocabulary in words, such as "4,096" or "full (49,152)"."""
     model: SpeculativeModel = field(repr=False, compare=False)

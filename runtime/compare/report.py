@@ -47,9 +47,8 @@ class Answer:
 class ComparisonRow:
     """One line of the table: a candidate, a mode, a batch, and a category (or "all").
 
-    ``num_prompts``: prompts (groups of them in a batch) that the intervals are over. ``num_identical``: as in `Answer`.
-    ``measured``: None where no step was made, as every answer ended with its first token. ``speedup``: over plain
-    decoding. ``is_compared``: false for a candidate that failed at so many turns that its figures are of others.
+    ``num_prompts``: prompts (groups of them in a batch) that the intervals are over. ``measured``: None where no step
+    was made. ``is_compared``: false where a candidate failed at so many turns that its figures are of others.
     """
 
     candidate: Candidate
@@ -139,10 +138,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class Omission:
-    """Answers that are in no figure, and why.
+    """Answers that are in no figure, and why; ``prompt`` is the first of the group.
 
-    ``candidate``: the first whose; "plain" if plain decoding's, too, without which a conversation ends. ``prompt``: the
-    first of the group; ``is_fault``: whether the error comes neither of the prompt nor of the device's memory.
+    ``candidate``: the first whose, "plain" if plain decoding's, too. ``is_fault``: neither prompt nor memory is why.
     """
 
     candidate: str

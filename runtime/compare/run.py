@@ -1,9 +1,8 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt, so that none gains by it. Every answer is compared with plain
-decoding of the same prompt (greedy, or sampled with the same seed), and identical ones are counted. Where
-`GenerationStats.is_exact`, a difference is a failure. Times are of this device alone.
+for all. Their order is drawn anew for each prompt, so that none gains by it. Answers that equal plain decoding's (with
+the same seed) are counted. Where `GenerationStats.is_exact`, a difference is a failure.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class Measurement:
         self.model = candidates[0].model
         self.answers, self.is_complete, self.num_done = list[Answer](), True, 0
         self.omissions = dict[tuple[int, str], Omission]()
-        """By batch and message."""
         self.random = np.random.default_rng(0)
         groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
         num_turns = sum(max(len(prompts[number].turns) for number in group) for group in groups)

@@ -33,14 +33,12 @@ class OpenedHead:
 
     head: DraftHead
     ranks: DraftVocab | None = None
-    """The ranking in the manifest."""
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target; None where the head does not name it."""
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
-    """Folder of a converted head."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries."""
 

@@ -33,7 +33,6 @@ class OpenedTarget:
     revision: str | None = None
     offline: bool = False
     form: Fp8Form | None = None
-    """Of weights in FP8; None for any others."""
     name: str | None = None
     """Repository, or name of the folder, for reports; None: as the head says."""
 
@@ -72,9 +71,9 @@ def open_target(
         target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or "auto":
             fused on a GPU where the model is exactly of a class that it knows.
 
-    Raises `UsageError` for an option that cannot be or that a loaded target does not have, and where no such folder is;
-    `TargetError` without a configuration, and for weights that cannot run here; `UnsupportedModelError` for a loaded
-    model that cannot verify trees.
+    Raises `UsageError` for an option that cannot be, and where no such folder is; `TargetError` without a
+    configuration, and for weights that cannot run here; `UnsupportedModelError` for a loaded model that cannot verify
+    trees.
     """
     if transformers.__version__.startswith("4."):
         raise UsageError(

@@ -78,14 +78,13 @@ def frontier_generate(
     ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
     EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
     int64 [1, seq]; ``top_p=0.0`` and ``top_k=0`` are off, as there. Afterwards the EaModel's methods are upstream's
-    again. The four drafters used last are kept with the model, and built again after that was moved to another device
-    or type, or got another ``ea_layer`` or base model. Raises `UsageError` for an unknown backend or model, and a head
-    beside one that has its own; `DrafterError` where it cannot run.
+    again. The four drafters used last are kept with the model, and built again after that was moved or got other parts.
+    Raises `UsageError` for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it
+    cannot run.
 
-    Without a target, a `DrafterConfig` takes the model's place, and ``features_concat`` that of the ids (by name or by
-    place). They, ``weights`` and ``bufs``, which holds the new tokens, are those of `launch_drafter`, and so are result
-    and errors; `UsageError` for one of the three missing, for anything else beside them, and for a backend in FP8 with
-    a configuration that is not.
+    Without a target, a `DrafterConfig` takes the model's place, and ``features_concat`` that of the ids. They,
+    ``weights`` and ``bufs``, which holds the new tokens, are those of `launch_drafter`, and so are result and errors;
+    `UsageError` where they are not complete, or not alone.
     """
     check_choice("backend", backend, registered_backends())
     how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})

@@ -43,12 +43,10 @@ def patch_ea_model_with_triton_drafter(
 
     Args:
         model: a loaded EaModel, with an EAGLE-3 head (cnets.Model) or an EAGLE-1/2 one (cnets1.Model), on one device.
-        draft_vocab: ids to draft over: a number of the best by ``counts`` or ``token_map``, a `DraftVocab`, or the path
-            of one or of a token map; None takes all the head has.
+        draft_vocab: number of the best ids by ``counts`` or ``token_map``, a `DraftVocab`, or a path; None takes all.
         counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
-        tokenizer: with counts, the target's tokenizer: a folder or repository that is on this machine, or what
-            `load_tokenizer` gives; None is the one of the model's own folder.
+        tokenizer: with counts, the target's, or its folder on this machine; None is the one of the model's own folder.
         use_triton: False is ``drafter="reference"``.
         drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.

@@ -6,8 +6,8 @@
 * ``tree_decoding``: the fused forward over the tree in upstream's KV cache (`forward`), or the base model's own; both
   without gathering the logits of every path ([leaves, depth, vocabulary]);
 * ``evaluate_posterior``: the target's choice at every node, greedy or sampled, and the walk down the tree;
-* ``update_inference_inputs``: keys, values and features of the path move by one kernel each, the next draft starts
-  after them on the device, and only then the host waits for the accepted tokens, once a pass.
+* ``update_inference_inputs``: keys, values and features of the path move, the next draft starts after them on the
+  device, and only then the host waits for the accepted tokens, once a pass.
 
 Sampled, a node's choice is drawn from the target's own distribution, and the walk goes on where it is a drafted child,
 each with the probability with which upstream accepts it.
@@ -62,7 +62,6 @@ class _Tensors:
         self.scratch = choice_scratch(1, nodes, vocab, device)
         self.first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self.record = torch.empty(self.state.record.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        """The state's record on the host, in pinned memory where there is a GPU."""
 
 
 class StepPatch:
