@@ -49,7 +49,8 @@ def dtype_on_cpu(config: Any) -> torch.dtype | str:
     """Return the type to load a causal language model in: float32, or "auto" for that of its files.
 
     Float32 is for 16-bit files that this CPU has no instructions for, as every product would be widened first. Where
-    it does not fit into 0.9 of the free memory, a `SpeedWarning` says so.
+    it does not fit into 0.9 of the free memory, a `SpeedWarning` says so. The processor's speed is not asked for, so
+    that one machine always gives one text.
     """
     stored = getattr(config, "dtype", None)
     if stored not in _INSTRUCTIONS or _INSTRUCTIONS[stored] & cpu_instructions():

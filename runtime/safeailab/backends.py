@@ -22,7 +22,7 @@ from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
-_MAX_KEPT = 4
+MAX_KEPT = 4
 _registered: dict[str, dict[str, Any]] = {}
 
 
@@ -196,7 +196,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     # Objects by identity: they are kept alive here, so that none takes another's place.
     by_value = str | int | Path | TreeConfig
     key = tuple((name, each if isinstance(each, by_value) else id(each)) for name, each in given.items())
-    return recall(kept[place], key, _MAX_KEPT, lambda: (build(**given), given))[0]
+    return recall(kept[place], key, MAX_KEPT, lambda: (build(**given), given))[0]
 
 
 def _place(model: Any) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ _FIRST_CAPACITY = 2048
 
 @contextmanager
 def on_buffers(device: torch.device) -> Iterator[None]:
-    """Work on buffers of a device, without the caller's autocast and inference mode."""
+    """Work on buffers of a device, without the caller's autocast, and outside inference mode, whose tensors stay so."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
         yield
 
