@@ -16,7 +16,7 @@ from threading import Thread
 
 import torch
 
-from .kernels.jobs import Job
+from .kernels.jobs import Job, writable_cache
 
 logger = logging.getLogger(__name__)
 MOST_PROCESSES = 14
@@ -33,6 +33,7 @@ class CompilePool:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.capability = capability
         self.most = most or max(1, min(MOST_PROCESSES, cores - 1))
+        self._cache = writable_cache()
         self._worker: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._outbox: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
@@ -43,7 +44,7 @@ class CompilePool:
         """Start the process that compiles, unless it runs: it imports Triton meanwhile."""
         if self._worker is not None and self._worker.poll() is None:
             return
-        self._drop_worker()
+        self._give_up("the process that compiles has ended")
         here, there = Pipe()
         command = [sys.executable, "-m", "eagle_slim.runtime.compiling.worker"]
         numbers = [str(each) for each in (there.fileno(), self.capability, self.most)]
@@ -54,7 +55,7 @@ class CompilePool:
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": self._cache},
         )
         there.close()
         self._pipe, self._outbox = here, SimpleQueue()
@@ -69,8 +70,8 @@ class CompilePool:
             number = self._numbers[job] = len(self._numbers)
             if job.is_cached():
                 continue
-            self._pending[number] = job
             self.start()
+            self._pending[number] = job
             self._outbox.put((number, job))
 
     def are_done(self, jobs: Iterable[Job]) -> bool:
@@ -105,7 +106,8 @@ class CompilePool:
             timeout_s = 0.0
 
     def _give_up(self, reason: str) -> None:
-        logger.warning("%d kernels are compiled where they are launched: %s.", len(self._pending), reason)
+        if self._pending:
+            logger.warning("%d kernels are compiled where they are launched: %s.", len(self._pending), reason)
         self._pending.clear()
         self._drop_worker()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
+import logging
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
+logger = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.RLock()
 """Triton has one driver for all threads."""
 _DEVICES = itertools.count(-1, -1)
@@ -103,6 +108,20 @@ class _Recorder:
         future = Future[Any]()
         future.set_result(_NO_KERNEL)
         return future
+
+
+def writable_cache() -> str:
+    """Return the folder of Triton's cache; where it cannot be written, a temporary one that Triton takes instead."""
+    folder = str(triton.knobs.cache.dir)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        logger.warning("Compiled kernels cannot be kept: %s. TRITON_CACHE_DIR names another folder.", error)
+        temporary = tempfile.TemporaryDirectory(prefix="triton-")
+        atexit.register(temporary.cleanup)
+        folder = triton.knobs.cache.dir = temporary.name
+    return folder
 
 
 @contextmanager

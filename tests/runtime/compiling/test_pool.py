@@ -112,28 +112,32 @@ def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) ->
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """Kernels are kept for as long as the process runs."""
     (tmp_path / "file").touch()
-    found, err = printed("pool.submit(jobs)\nprint(json.dumps(pool.wait(jobs)))", tmp_path / "file" / "cache")
-    assert found is True
-    assert "_begin_prompt_kernel is compiled where it is launched" in err
-    assert "NotADirectoryError" in err
+    script = """
+    pool.submit(jobs)
+    print(json.dumps([pool.wait(jobs), [job.is_cached() for job in jobs], triton.knobs.cache.dir]))
+    """
+    (done, cached, folder), err = printed(f"import triton\n{textwrap.dedent(script)}", tmp_path / "file" / "cache")
+    assert (done, cached) == (True, [True, True])
+    assert "Compiled kernels cannot be kept" in err
+    assert not Path(folder).exists()
 
 
 def test_what_has_begun_is_finished_after_the_end(tmp_path: Path) -> None:
     """So that many short runs do not compile the same again and again."""
     script = """
     pool = CompilePool(90, 1)
+    first, second = jobs
     pool.submit(jobs)
-    while not any(os.scandir(os.environ["TRITON_CACHE_DIR"])):
-        time.sleep(0.01)
-    print(json.dumps(pool._worker.pid), flush=True)
+    pool.wait([first])
+    print(json.dumps([pool._worker.pid, second.is_cached()]), flush=True)
     os._exit(0)
     """
-    tmp_path.joinpath("cache").mkdir()
-    found, _ = printed(script, tmp_path / "cache")
-    assert ended(found)
-    # One at a time: the other was not begun.
-    assert compiled(tmp_path / "cache") == {"_begin_prompt_kernel"}
+    (worker, cached), _ = printed(script, tmp_path)
+    assert ended(worker)
+    assert not cached
+    assert compiled(tmp_path) == {"_begin_prompt_kernel", "_list_active_kernel"}
 
 
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
