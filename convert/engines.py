@@ -16,10 +16,9 @@ from typing import Any, Literal
 from eagle_slim.vocab_tools.errors import UsageError
 
 from . import names
-from .heads.config import QWEN3_ARCHITECTURE
+from .heads.config import QWEN3_ARCHITECTURE, sliding_window
 from .heads.draft_head import DraftHead
 from .heads.taps import AUX_LAYER_KEY, default_taps, tap_layers, uses_aux_layers
-from .heads.window import sliding_window
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]
@@ -259,14 +258,12 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
 def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
     config, plain = head.config, "LlamaForCausalLM" if engine == "lmdeploy" else "LlamaForCausalLMEagle3"
     if head.architecture not in (plain, QWEN3_ARCHITECTURE, None):
-        problem = f"class {head.architecture} is no draft class of it"
         if engine == "tensorrt-llm":
             problem = f"class {head.architecture} is for its one-model path only"
             yield "warning", problem, "convert without --for lmdeploy"
-        elif engine == "sglang":
-            yield "error", problem, "convert without --for lmdeploy"
-        elif engine == "lmdeploy":
-            yield "error", problem, "convert with --for lmdeploy"
+        elif engine in ("sglang", "lmdeploy"):
+            way = f"convert {'without' if engine == 'sglang' else 'with'} --for lmdeploy"
+            yield "error", f"class {head.architecture} is no draft class of it", way
     for part in head.parts:
         if part in _NOT_LOADED.get(engine, ()):
             yield "error", f"the {part} are not loaded: it fails or drafts wrongly", ""

@@ -25,14 +25,14 @@ MARKOV_IN = "markov_head.markov_w1.weight"
 MARKOV_OUT = "markov_head.markov_w2.weight"
 """DSpark: [target_vocab, rank] of the token before; [draft_vocab, rank], whose rows go with the LM head's."""
 
-_MATRICES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+MATRICES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 _LAYERS: Mapping[HeadKind, str] = {"eagle3": "midlayer.", "eagle": "layers.0."}
 ATTENTION_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
-    kind: tuple(f"{layer}{name}.bias" for name in _MATRICES[:4]) for kind, layer in _LAYERS.items()
+    kind: tuple(f"{layer}{name}.bias" for name in MATRICES[:4]) for kind, layer in _LAYERS.items()
 }
 """Biases of the (first) layer's q, k, v and output projections."""
 MLP_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
-    kind: tuple(f"{layer}{name}.bias" for name in _MATRICES[4:]) for kind, layer in _LAYERS.items()
+    kind: tuple(f"{layer}{name}.bias" for name in MATRICES[4:]) for kind, layer in _LAYERS.items()
 }
 """Biases of the (first) layer's gate, up and down projections."""
 HEAD_NORMS: Mapping[HeadKind, tuple[str, ...]] = {
@@ -224,7 +224,7 @@ def _eagle3_name(short: str) -> str:
 
 
 def _required(kind: HeadKind, stored: Collection[str]) -> list[str]:
-    inside = [*(f"{name}.weight" for name in _MATRICES), "input_layernorm.weight", "post_attention_layernorm.weight"]
+    inside = [*(f"{name}.weight" for name in MATRICES), "input_layernorm.weight", "post_attention_layernorm.weight"]
     if kind == "eagle3":
         return [*(f"midlayer.{name}" for name in (*inside, "hidden_norm.weight")), "norm.weight"]
     inside += [] if kind == "eagle" else ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]

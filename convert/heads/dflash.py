@@ -33,7 +33,6 @@ QWEN3_DEFAULTS = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
 }
-_MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,8 +43,8 @@ def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_mask_embedding(source: ResolvedSource) -> None:
     """Raise UnsupportedHeadError where a file beside the draft replaces a row of the target's embedding."""
-    if _MASK_EMBEDDING in source.files:
-        problem = f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over."
+    if "mask_embedding.pt" in source.files:
+        problem = "mask_embedding.pt replaces a row of the target's embedding, and is not carried over."
         raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
 
 

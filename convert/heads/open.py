@@ -26,10 +26,9 @@ from ..rows.checkpoint import Checkpoint, open_checkpoint
 from ..rows.files import WEIGHTS, check_blob
 from ..sources.source import ResolvedSource, open_head_source
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
-from .config import metadata_target, normalise_config, refuse_foreign, says_dflash, unread_warnings
+from .config import metadata_target, normalise_config, quantisation, refuse_foreign, says_dflash, unread_warnings
 from .dflash import checked_part, in_one_level, refuse_mask_embedding, settle_dflash
 from .draft_head import DraftHead, LazyTensors
-from .quantisation import quantisation
 from .taps import with_tap_layers
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
@@ -53,8 +52,7 @@ def open_head(
     """Open a draft head: EAGLE-3 in any spelling, full or with a map, EAGLE-1/2, or a DFlash draft.
 
     Args:
-        source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head for
-            SmolLM2-135M-Instruct.
+        source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head.
         d2t_form: "offset" (target id = i + d2t[i]), "absolute", or "auto", which tells them apart by the rules of
             `vocab_tools.token_maps` and refuses the absolute form.
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
@@ -93,17 +91,14 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
 
     A quantisation that ModelOpt keeps in a file of its own is put where others keep it.
     """
-    path = folder / CONFIG_NAME
+    path, quantised = folder / CONFIG_NAME, folder / QUANT_NAME
     config = read_object(path, CheckpointError)
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
         problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
         raise CheckpointError.at(where, problem)
-    quantised = folder / QUANT_NAME
-    if quantised.exists():
-        found = read_object(quantised, CheckpointError)
-        # ModelOpt writes the file with a null algorithm beside unquantised heads.
-        if quantisation(found) is not None:
-            config["quantization_config"] = found
+    # ModelOpt writes the file with a null algorithm beside unquantised heads.
+    if quantised.exists() and quantisation(found := read_object(quantised, CheckpointError)) is not None:
+        config["quantization_config"] = found
     return config
 
 
@@ -184,13 +179,8 @@ def _target_ids(
     where: str,
     form: D2tForm,
 ) -> NDArray[np.int64] | None:
-    """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`.
-
-    Raises:
-        MismatchError: map, LM head and configuration disagree, or the map breaks its rules.
-    """
-    vocab = config["vocab_size"]
-    stated = config.get("draft_vocab_size")
+    """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`."""
+    vocab, stated = config["vocab_size"], config.get("draft_vocab_size")
     rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
     # Trainers store the trivial map of a full vocabulary too: zero offsets, every token allowed.
     is_trivial = (d2t is None or (len(d2t) == vocab and not d2t.any())) and (t2d is None or bool(t2d.all()))
@@ -209,10 +199,9 @@ def _target_ids(
         advice = "Correct config.json." if len(d2t) == rows else "The files are of two heads: fetch them again."
     if problem is not None:
         raise MismatchError.at(where, f"{problem}.\n{advice}")
+    config["draft_vocab_size"] = vocab if is_trivial else rows
     if is_trivial or d2t is None:
-        config["draft_vocab_size"] = vocab
         return None
-    config["draft_vocab_size"] = rows
     mask = None if t2d is None else t2d.astype(bool)
     try:
         ids = ids_from_d2t(d2t, t2d=mask, form=None if form == "auto" else form, target_vocab=vocab)
@@ -228,5 +217,4 @@ def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] 
     if info.dtype not in _INTEGERS or len(info.shape) != 1:
         problem = f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}."
         raise MismatchError.at(where, f"{problem}\nFetch the head again.")
-    values = tensors.source.array(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
-    return values.astype(np.int64)
+    return tensors.source.array(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype]).astype(np.int64)

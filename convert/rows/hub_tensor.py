@@ -39,9 +39,7 @@ _FIRST_BYTES = 64 << 10
 class HubFile:
     """A file of a repository at one commit.
 
-    Attributes:
-        etag: of the file, as the Hub first named it.
-        content_etag: of its bytes, as the server that sends them first named it; "" until then, or if it names none.
+    `etag` is as the Hub first named it, `content_etag` as the server that sends the bytes did ("" until then).
     """
 
     label: str
@@ -68,11 +66,7 @@ class HubFile:
         return cls(label, repo_id, commit, url, size, etag)
 
     def read(self, start: int, end: int) -> bytes:
-        """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
-
-        What does not agree with the first answer is asked for once more. Raises SourceError where the bytes cannot be
-        had, or something else came twice.
-        """
+        """Fetch bytes [start, end) in one request; SourceError where they cannot be had, or others came twice."""
         for _ in range(2):
             response = self._ask(start, end)
             if (problem := self._disagreement(response, start, end)) is None:

@@ -31,34 +31,28 @@ from ..rows.checkpoint import Checkpoint
 from ..rows.files import FLOATS, LONG_NAMES, TORCH_SUFFIXES, SafetensorsFile, all_finite
 from ..slim.tensors import config_of
 
-_MAPS = frozenset(names.MAPS)
 _READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a check: its status, and its finding or reason."""
-
-    status: Status
-    detail: str
+Outcome = tuple[Status, str]
+"""Status of a check, and its finding or reason."""
 
 
-def skipped(reason: str) -> Outcome:
-    """Return the outcome of a check that cannot be made."""
-    return Outcome("skipped", reason)
+class SkippedError(Exception):
+    """A check cannot be made, for the reason that the message gives."""
 
 
 def failed(*problems: str) -> Outcome:
     """Return the outcome of a check that found faults."""
-    return Outcome("failed", "; ".join(problems))
+    return "failed", "; ".join(problems)
 
 
 def settled(found: str, *problems: str) -> Outcome:
     """Return a failure with all problems, or, where there are none, ok with the finding."""
-    return failed(*problems) if problems else Outcome("ok", found)
+    return failed(*problems) if problems else ("ok", found)
 
 
 class ArtifactParts:
@@ -139,23 +133,16 @@ def no_lm_head(manifest: Manifest) -> str | None:
     return "EAGLE-1/2 heads have no map and no LM head of their own" if manifest.kind == "eagle" else None
 
 
-def _no_map(manifest: Manifest) -> str | None:
-    return no_lm_head(manifest) or _full(manifest, "map")
-
-
 def _full(manifest: Manifest, what: str) -> str | None:
     return f"a full vocabulary has no {what}" if manifest.rank_order_ids is None else None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One check.
+    """One check, `run` once all that it needs could be read.
 
-    Attributes:
-        run: makes it, once all that it needs could be read.
-        needs: names of `ArtifactParts`, in this order. Where one cannot be read, this check fails with the reason, and
-            every later one that needs it is skipped.
-        skip: returns the reason why an artifact has nothing to check, or None.
+    `needs` names `ArtifactParts`, in this order: where one cannot be read, this check fails with the reason, and every
+    later one that needs it is skipped. `skip` returns the reason why an artifact has nothing to check, or None.
     """
 
     name: str
@@ -167,28 +154,28 @@ class Rule:
         """Make the check; `unread` are the parts that could not be read, to which it adds."""
         for need in self.needs:
             if need in unread:
-                return skipped(f"{need} could not be read")
+                return "skipped", f"{need} could not be read"
             try:
                 getattr(parts, need)
             except EagleSlimError as error:
                 unread.add(need)
                 return failed(str(error))
             if need == "manifest" and (reason := self.skip(parts.manifest)) is not None:
-                return skipped(reason)
+                return "skipped", reason
         try:
             return self.run(parts)
+        except SkippedError as reason:
+            return "skipped", str(reason)
         except EagleSlimError as error:
             return failed(str(error))
 
 
 def _weights(parts: ArtifactParts) -> Outcome:
     """Check that the safetensors file carries the metadata that loaders ask for."""
-    metadata, found = (
-        parts.weights.metadata,
-        f"{len(parts.weights.tensors)} tensors, {parts.weights.size_bytes:,} bytes",
-    )
-    is_right = metadata.get("format") == "pt"
-    return settled(found) if is_right else failed(f"metadata: expected format 'pt', found {dict(metadata)}")
+    weights = parts.weights
+    if weights.metadata.get("format") != "pt":
+        return failed(f"metadata: expected format 'pt', found {weights.metadata}")
+    return settled(f"{len(weights.tensors)} tensors, {weights.size_bytes:,} bytes")
 
 
 def _stray_files(parts: ArtifactParts) -> Outcome:
@@ -238,9 +225,9 @@ def _tensor_names(parts: ArtifactParts) -> Outcome:
     if table.kind != manifest.kind:
         problems.append(f"these are the tensors of {table.kind}, the manifest says {manifest.kind}")
     if manifest.kind != "eagle":
-        wanted = {names.LM_HEAD} | (_MAPS if manifest.rank_order_ids is not None else frozenset())
-        problems += [f"{name} is missing" for name in sorted(wanted - set(tensors))]
-        problems += [f"{name} with a full vocabulary" for name in sorted((_MAPS & set(tensors)) - wanted)]
+        maps = names.MAPS if manifest.rank_order_ids is not None else ()
+        problems += [f"{name} is missing" for name in sorted((*maps, names.LM_HEAD)) if name not in tensors]
+        problems += [f"{name} with a full vocabulary" for name in names.MAPS if name in tensors and name not in maps]
     if manifest.kind == "eagle3" and names.FC_BIAS in tensors:
         problems.append(f"{names.FC_BIAS} has no place in EAGLE-3: vLLM drops it silently")
     if manifest.kind == "eagle" and names.FC_BIAS not in tensors:
@@ -260,9 +247,9 @@ def _t2d(parts: ArtifactParts) -> Outcome:
 
 def _ranks(parts: ArtifactParts) -> Outcome:
     """Check that the manifest ranks exactly the ids of the map, forced ids first."""
-    manifest, ranked, ranks = parts.manifest, parts.manifest.rank_order_ids, parts.manifest.ranks
-    assert ranked is not None
+    manifest, ranks = parts.manifest, parts.manifest.ranks
     assert ranks is not None
+    ranked = ranks.target_ids
     forced = {int(token_id) for token_id in (manifest.vocabulary or {}).get("forced", {})}
     if forced != set(ranked[: manifest.num_forced].tolist()):
         return failed(f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids")
@@ -271,7 +258,7 @@ def _ranks(parts: ArtifactParts) -> Outcome:
     found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
     if manifest.num_uncounted is not None:
         found += f", {manifest.num_uncounted} never counted"
-    return Outcome("warning" if uncounted_warning(ranks) else "ok", found)
+    return "warning" if uncounted_warning(ranks) else "ok", found
 
 
 def _rows(parts: ArtifactParts) -> Outcome:
@@ -346,9 +333,9 @@ RULES = (
         "d2t",
         lambda parts: settled(f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"),
         (*_STORED, "ids"),
-        _no_map,
+        lambda manifest: no_lm_head(manifest) or _full(manifest, "map"),
     ),
-    Rule("t2d", _t2d, (*_STORED, "mask", "ids"), _no_map),
+    Rule("t2d", _t2d, (*_STORED, "mask", "ids"), lambda manifest: no_lm_head(manifest) or _full(manifest, "map")),
     Rule("ranks", _ranks, (*_STORED, "ids"), lambda manifest: _full(manifest, "ranks")),
     Rule("lm_head rows", _rows, _STORED, no_lm_head),
     Rule("finite values", _finite_values, ("weights",)),

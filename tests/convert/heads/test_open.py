@@ -7,9 +7,8 @@ import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
 from eagle_slim.convert.engines import HeadFacts, head_findings
-from eagle_slim.convert.heads.quantisation import quantisation
+from eagle_slim.convert.heads.config import quantisation, sliding_window
 from eagle_slim.convert.heads.taps import AUX_LAYER_KEY
-from eagle_slim.convert.heads.window import sliding_window
 from eagle_slim.convert.slim.tensors import config_of
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from safetensors.torch import load_file, save_file
