@@ -59,12 +59,10 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
         missing = "embed_tokens.weight of its own, which is missing"
         raise MismatchError.at(where, f"{problem} {missing}.\nFetch the complete head.")
     if tensors.is_nonzero(names.FC_BIAS):
-        raise UnsupportedHeadError.at(
-            where,
-            "fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
-            "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
-            "only a head without it is converted.",
-        )
+        problem = "EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft wrongly without an error"
+        advice = "SGLang and TensorRT-LLM serve it as it is, with bias: true in config.json"
+        advice += "; only a head without it is converted."
+        raise UnsupportedHeadError.at(where, f"fc.bias is not zero; {problem}.\n{advice}")
     warnings = _settle_num_layers(config, 1)
     if config.get(EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
         warnings.append(
@@ -111,11 +109,9 @@ def settle_taps(
     check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
     stated = config.get("num_aux_hidden_states") or count
     if count != (3 if taps is None else len(taps)) or count != stated:
-        raise MismatchError.at(
-            where,
-            f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}.\n"
-            f"Name the {count} layers whose inputs the head reads with --tap-layers.",
-        )
+        problem = f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}"
+        advice = f"Name the {count} layers whose inputs the head reads with --tap-layers."
+        raise MismatchError.at(where, f"{problem}.\n{advice}")
     norms = [name for name in tensors if name.startswith("fc_norm.")]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         problem = f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head."

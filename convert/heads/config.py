@@ -277,11 +277,9 @@ def _of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mapping[st
     if first in rope:
         return _without_null(rope[first])
     if first is not None or any(value != by_type[0] for value in by_type):
-        raise MismatchError.at(
-            where,
-            f"RoPE is given for {' and '.join(rope)} layers apart, and layer_types does not name the head's layer.\n"
-            "Put the right parameters into config.json as rope_theta and rope_scaling.",
-        )
+        problem = f"RoPE is given for {' and '.join(rope)} layers apart, and layer_types does not name the head's layer"
+        advice = "Put the right parameters into config.json as rope_theta and rope_scaling."
+        raise MismatchError.at(where, f"{problem}.\n{advice}")
     return _without_null(by_type[0])
 
 
@@ -307,12 +305,11 @@ def settle_window(config: dict[str, Any], where: str) -> None:
             return
     if not types and not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
         return
-    for key, value, is_right, expected in (
-        ("sliding_window", window, type(window) is int and window > 0, "a positive number of tokens"),
-        ("use_sliding_window", False, config.get("use_sliding_window") is not False, "true"),
-    ):
-        if not is_right:
-            raise MismatchError.of_key(where, key, f"{expected}, as layer_types says {_SLIDING}", value)
+    why = f"as layer_types says {_SLIDING}"
+    if type(window) is not int or window <= 0:
+        raise MismatchError.of_key(where, "sliding_window", f"a positive number of tokens, {why}", window)
+    if config.get("use_sliding_window") is False:
+        raise MismatchError.of_key(where, "use_sliding_window", f"true, {why}", False)
     config |= {"layer_types": [_SLIDING], "use_sliding_window": True}
 
 

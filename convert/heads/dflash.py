@@ -35,9 +35,8 @@ QWEN3_DEFAULTS = {
 }
 
 
-def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the sizes of a draft, in one level; RoPE and windows, which may differ by layer, are copied unread."""
-    merged = in_one_level(source_config)
+def checked_part(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the sizes of what `in_one_level` gave; RoPE and windows, which may differ by layer, are copied unread."""
     return {key: merged[key] for key in (*SIZES, "hidden_act", "rms_norm_eps") if key in merged}
 
 
@@ -49,24 +48,18 @@ def refuse_mask_embedding(source: ResolvedSource) -> None:
 
 
 def settle_dflash(
-    tensors: LazyTensors,
-    config: Mapping[str, Any],
-    source_config: Mapping[str, Any],
-    where: str,
-    given_taps: Sequence[int] | None,
+    tensors: LazyTensors, config: Mapping[str, Any], merged: Mapping[str, Any], where: str, given: Sequence[int] | None
 ) -> tuple[int, ...]:
     """Check a draft's tensors and mask token, and find the layers of the target whose inputs it reads.
 
     `config` is what `checked_part` gave, with both vocabularies settled. Raises MismatchError where shapes, widths or
-    numbers of layers disagree, config.json names no layers, or others than were given, or a mask token is outside the
-    vocabulary.
+    numbers of layers disagree, config.json names no layers, or others than `given`, or a mask token is outside.
     """
-    merged = in_one_level(source_config)
     taps = tap_layers(merged, where)
     if taps is None:
         problem = "config.json names no layers of the target, and engines choose different ones."
         raise MismatchError.at(where, f"{problem}\nAdd those whose outputs the draft reads as target_layer_ids.")
-    if given_taps is not None and layer_ids(given_taps, where, TAPS_FLAG, lowest=0) != taps:
+    if given is not None and layer_ids(given, where, TAPS_FLAG, lowest=0) != taps:
         problem = f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}."
         raise MismatchError.at(where, f"{problem}\nLeave the option out.")
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
@@ -86,8 +79,7 @@ def settle_dflash(
     rank = tensors.shape(names.MARKOV_OUT)[-1] if names.MARKOV_OUT in tensors else 0
     expected = {
         names.FC: (hidden, columns),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
+        **dict.fromkeys(("hidden_norm.weight", "norm.weight"), (hidden,)),
         names.LM_HEAD: (rows, hidden),
         names.EMBEDDING: (vocab, hidden),
         names.MARKOV_IN: (vocab, rank),

@@ -37,6 +37,7 @@ D2tForm = Literal["auto", "offset", "absolute"]
 QUANT_NAME = "hf_quant_config.json"
 """ModelOpt's configuration of a quantisation, which vLLM reads where config.json has none."""
 
+_Vector = NDArray[np.int64] | None
 _INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8}
 
 
@@ -116,14 +117,15 @@ def head_from_checkpoint(
     table = names.canonical_names(checkpoint.names, location, is_dflash=is_dflash)
     if table.kind == "dflash" and not is_dflash:
         raise names.other_draft("dflash", location)
-    flat = normalise_config(checked_part(config) if is_dflash else config, location)
+    whole = in_one_level(config) if is_dflash else {}
+    flat = normalise_config(checked_part(whole) if is_dflash else config, location)
     if table.kind == "eagle3" and flat.get("tie_word_embeddings") and names.EMBEDDING in table.stored:
         # Of two tied matrices transformers stores the embedding alone.
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
     ids, taps = None, None
-    warnings = unread_warnings({**in_one_level(config), **flat} if is_dflash else flat)
+    warnings = unread_warnings({**whole, **flat})
     d2t, t2d = (_integers(tensors, name, location) for name in names.MAPS)
     stated = flat.get("vocab_size")
     vocab = stated if t2d is None else len(t2d)
@@ -143,7 +145,7 @@ def head_from_checkpoint(
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):
             warnings.append("the map was not in ascending order; rows and map are sorted together")
     if table.kind == "dflash":
-        taps = settle_dflash(tensors, flat, config, location, tap_layers)
+        taps = settle_dflash(tensors, flat, whole, location, tap_layers)
     if table.kind == "eagle3":
         warnings += check_eagle3(tensors, flat, location)
         if d2t_form == "auto" and ids is not None and t2d is None and (ids == np.arange(len(ids))).all():
@@ -172,13 +174,8 @@ def head_from_checkpoint(
 
 
 def _target_ids(
-    d2t: NDArray[np.int64] | None,
-    t2d: NDArray[np.int64] | None,
-    tensors: LazyTensors,
-    config: dict[str, Any],
-    where: str,
-    form: D2tForm,
-) -> NDArray[np.int64] | None:
+    d2t: _Vector, t2d: _Vector, tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm
+) -> _Vector:
     """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`."""
     vocab, stated = config["vocab_size"], config.get("draft_vocab_size")
     rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
@@ -210,7 +207,7 @@ def _target_ids(
     return np.asarray(ids, dtype=np.int64)
 
 
-def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] | None:
+def _integers(tensors: LazyTensors, name: str, where: str) -> _Vector:
     if name not in tensors:
         return None
     info = tensors.info(name)

@@ -49,7 +49,7 @@ def zeros_plan(name: str, dtype: str, size: int) -> TensorPlan:
 
 
 def write_safetensors(path: Path, plans: Sequence[TensorPlan]) -> dict[str, Any]:
-    """Write `plans` to a new file `path`, flushed to the disk, and return its entry of the manifest (FORMAT.md).
+    """Write `plans` to a new file `path`, flushed to the disk, and return its entry of the manifest.
 
     Each tensor is hashed in the mapped file by another thread while those after it are written. Raises ValueError where
     a plan yields another number of bytes than it declared.

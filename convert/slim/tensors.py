@@ -15,6 +15,7 @@ DFlash: z-lab's and speculators' drafts borrow the target's LM head, or have one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,17 +42,15 @@ def plan_tensors(head: DraftHead, lm_head: LmHead | None, target_ids: NDArray[np
 
     `lm_head`: whose rows are gathered; None for EAGLE-1/2, whose tensors are as they are.
     """
-    rows, source = {}, head.tensors.source
+    rows = {}
+    for name in (each for each in head.tensors if each != names.LM_HEAD):
+        stored, dtype = head.tensors.stored[name], head.tensors.info(name).dtype
+        rows[name] = SourceRows(head.tensors.source, stored, dtype, head.location)
     if lm_head is not None:
         ids = all_ids(head) if target_ids is None else target_ids
         rows[names.LM_HEAD] = lm_head.gather(head, ids)
         for name in head.row_tensors:
-            stored, dtype, own = head.tensors.stored[name], head.tensors.info(name).dtype, rows_of_ids(head, ids)
-            rows[name] = SourceRows(source, stored, dtype, head.location, own, ids)
-    for name in head.tensors:
-        if name not in rows and name != names.LM_HEAD:
-            stored, dtype = head.tensors.stored[name], head.tensors.info(name).dtype
-            rows[name] = SourceRows(source, stored, dtype, head.location)
+            rows[name] = replace(rows[name], row_ids=rows_of_ids(head, ids), target_ids=ids)
     plans = [TensorPlan.of(name, found) for name, found in rows.items()]
     plans += [zeros_plan(name, head.dtype_name, head.hidden_size) for name in _zero_biases(head)]
     if lm_head is not None and target_ids is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,10 +73,11 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     `target_files`; SourceError where the server ignores byte ranges; CheckpointError where the weights are damaged, or
     have no LM head in floating point.
     """
-    if target.repo_id is None:
+    try:
         return open_local_lm_head(target.folder, target.label)
-    with contextlib.suppress(CheckpointError):
-        return open_local_lm_head(target.folder, target.label)
+    except CheckpointError:
+        if target.repo_id is None:
+            raise
     with contextlib.suppress(CheckpointError):
         return _fetched(target)
     if offline or is_offline():
@@ -144,7 +145,6 @@ def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> Lm
 
 
 def _checked(lm_head: LmHead) -> LmHead:
-    """Check that an LM head is a matrix of floating-point numbers, and return it."""
     info = lm_head.checkpoint.info(lm_head.name)
     if len(info.shape) != 2 or info.dtype not in FLOATS:
         problem = f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}"
@@ -153,10 +153,8 @@ def _checked(lm_head: LmHead) -> LmHead:
 
 
 def _fetch(target: ResolvedSource) -> LmHead:
-    snapshot = target.snapshot
+    snapshot, tied, shard_of = target.snapshot, ties_embedding(target.folder), dict[str, str]()
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
-    tied = ties_embedding(target.folder)
-    shard_of: Mapping[str, str] = {}
     if chosen.endswith(".index.json"):
         fetch(snapshot, [chosen], offline=False)
         shard_of = read_index(target.folder / chosen)
@@ -176,7 +174,6 @@ def _fetch(target: ResolvedSource) -> LmHead:
 
 
 def _fetched(target: ResolvedSource) -> LmHead:
-    """Open the LM head that was fetched of this commit; CheckpointError where none was."""
     file = kept_tensor(cached_tensor(target.snapshot.repo_id, target.snapshot.commit))
     (name,) = file.tensors
     return _checked(LmHead(Checkpoint.of(file, target.label), name, target.label, "target"))

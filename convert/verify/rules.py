@@ -171,7 +171,6 @@ class Rule:
 
 
 def _weights(parts: ArtifactParts) -> Outcome:
-    """Check that the safetensors file carries the metadata that loaders ask for."""
     weights = parts.weights
     if weights.metadata.get("format") != "pt":
         return failed(f"metadata: expected format 'pt', found {weights.metadata}")
@@ -206,7 +205,6 @@ def _file_checksums(parts: ArtifactParts) -> Outcome:
 
 
 def _tensor_checksums(parts: ArtifactParts) -> Outcome:
-    """Check size, header and tensors of the weights against the manifest."""
     entry, size_bytes = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights.size_bytes
     if size_bytes != entry.get("size_bytes"):
         return failed(f"expected {entry.get('size_bytes')} bytes, found {size_bytes}")
@@ -236,7 +234,6 @@ def _tensor_names(parts: ArtifactParts) -> Outcome:
 
 
 def _t2d(parts: ArtifactParts) -> Outcome:
-    """Check that t2d marks exactly the ids of d2t."""
     vocab, marked, ids = parts.manifest.target_vocab, np.flatnonzero(parts.mask), parts.ids
     if len(parts.mask) != vocab:
         return failed(f"expected {vocab} entries, found {len(parts.mask)}")
@@ -246,7 +243,6 @@ def _t2d(parts: ArtifactParts) -> Outcome:
 
 
 def _ranks(parts: ArtifactParts) -> Outcome:
-    """Check that the manifest ranks exactly the ids of the map, forced ids first."""
     manifest, ranks = parts.manifest, parts.manifest.ranks
     assert ranks is not None
     ranked = ranks.target_ids
@@ -262,7 +258,6 @@ def _ranks(parts: ArtifactParts) -> Outcome:
 
 
 def _rows(parts: ArtifactParts) -> Outcome:
-    """Check that every lm_head row has the checksum of the row that was written there."""
     manifest, shape = parts.manifest, parts.checkpoint.info(names.LM_HEAD).shape
     if len(shape) != 2 or shape[0] != manifest.draft_vocab:
         return failed(f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows")
@@ -276,7 +271,6 @@ def _rows(parts: ArtifactParts) -> Outcome:
 
 
 def _finite_values(parts: ArtifactParts) -> Outcome:
-    """Check that no tensor holds NaN or infinity."""
     tensors, checkpoint = parts.weights.tensors, parts.checkpoint
     floating = {name: tensors[name].dtype for name in sorted(tensors) if tensors[name].dtype in FLOATS}
     bad = [name for name in floating if not all(all_finite(x, floating[name]) for x in checkpoint.pieces(name))]
@@ -300,7 +294,6 @@ def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) ->
 
 
 def _tap_layers(parts: ArtifactParts) -> Outcome:
-    """Check that config.json names the tap layers of the manifest."""
     layers, recorded = parts.head.taps(parts.target_layers), parts.manifest.tap_layers
     if layers != recorded:
         return failed(f"config.json names {layers}, the manifest {recorded}")
@@ -308,7 +301,6 @@ def _tap_layers(parts: ArtifactParts) -> Outcome:
 
 
 def _token_map(parts: ArtifactParts) -> Outcome:
-    """Check that the token map for SGLang and FR-Spec is a list of exactly the ranked ids."""
     ranked, rows = parts.manifest.rank_order_ids, parts.manifest.draft_vocab
     assert ranked is not None
     path = parts.folder / freq_name(rows)

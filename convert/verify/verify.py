@@ -116,7 +116,6 @@ def verify_artifact(
 
 
 def _check_engine(parts: ArtifactParts, engine: str, version: str | None) -> Outcome:
-    """Check the head against an engine, and the engine's version; notes come with the ok."""
     known = {"draft_vocab": parts.manifest.draft_vocab, "target_layers": parts.target_layers}
     facts = HeadFacts.of(parts.head, config=parts.config, **known)
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
@@ -150,7 +149,6 @@ class _SourceChecks:
         )
 
     def _check_target(self, parts: ArtifactParts) -> Outcome:
-        """Check that widths, vocabulary and tap layers fit the target."""
         recorded, name, revision = parts.manifest.target, self.target_name, None
         if name is None and not recorded.get("wheel"):
             name, revision = recorded.get("repo_id"), recorded.get("revision")
@@ -193,7 +191,6 @@ class _SourceChecks:
         return settled(f"{len(copied)} tensors bit-identical to {source.location}{doubt}", *problems)
 
     def _check_config(self, parts: ArtifactParts) -> Outcome:
-        """Check that config.json has the values that a conversion of the source head writes."""
         source, manifest, found = self._source_head(parts.manifest), parts.manifest, parts.config
         expected = config_of(source, manifest.draft_vocab, manifest.flavour)
         if manifest.kind == "eagle3" and manifest.tap_layers:
@@ -227,7 +224,6 @@ class _SourceChecks:
         return settled(f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}")
 
     def _check_tokenizer(self, parts: ArtifactParts) -> Outcome:
-        """Check that the tokenizer is the one that the vocabulary was chosen for."""
         recorded, vocab = parts.manifest.tokenizer or {}, parts.manifest.target_vocab
         if self.tokenizer_name is None and self._target is None:
             raise SkippedError("no tokenizer is at hand; name it with --tokenizer or --target")
