@@ -107,7 +107,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Read the manifest of a folder; ArtifactError: missing, not JSON, of another format, or a key of a wrong type."""
+        """Read a folder's manifest; ArtifactError: missing, not JSON, of another format, or a key of a wrong type."""
         path = folder / MANIFEST_NAME
         if not path.exists():
             problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
