@@ -106,7 +106,6 @@ def _unwritable(out: Path, problem: str) -> OutputError:
 
 
 def _parent_of(out: Path) -> Path:
-    """Return the nearest folder above that exists."""
     return next(path for path in out.parents if os.path.exists(path))
 
 

@@ -179,6 +179,7 @@ def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str
     """Choose the class name to write: `architecture`, or the one spelling that the flavour's engine reads."""
     if (kind, flavour) == ("eagle3", "lmdeploy"):
         return "LlamaForCausalLM"
+    # Of EAGLE-1/2 SGLang needs the ending; vLLM prefixes the name, and does not know it with one.
     if (kind, flavour) == ("eagle", "sglang"):
         return "Qwen2ForCausalLMEagle" if architecture.startswith("Qwen2") else "LlamaForCausalLMEagle"
     return architecture

@@ -156,10 +156,7 @@ def convert_head(
 def plan_conversion(
     head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
-    """Do everything of `convert_head` but writing; arguments and errors are the same.
-
-    Text is counted after all other checks, as it takes longest; all sizes are planned before one is written.
-    """
+    """Do everything of `convert_head` but writing; text is counted after all other checks, as it takes longest."""
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:

@@ -1,7 +1,4 @@
-"""Choose the tokens that a slim head keeps, from counts, a token map, a corpus or the built-in counts.
-
-The ranking itself is `vocab_tools`'; this file holds the defaults of `eagle-convert`.
-"""
+"""Choose the tokens that a slim head keeps: the defaults of `eagle-convert`; the ranking itself is `vocab_tools`'."""
 
 from __future__ import annotations
 

@@ -84,7 +84,14 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         for flag in (section(config, place).get(key) for place in ("", "eagle_config")):
             if not isinstance(flag, bool | None):
                 raise MismatchError.of_key(where, key, "true, false or null", flag)
-    _settle_norm_flags(config)
+    # vLLM and SGLang read these flags at top level and know no other name; of norm_before_fc they believe eagle_config
+    # first, and TensorRT-LLM reads it there alone.
+    eagle_config = section(config, "eagle_config")
+    for flag, others in _NORM_FLAGS.items():
+        if any(config.get(name) or eagle_config.get(name) for name in (flag, *others)):
+            config[flag] = True
+    if config.get("norm_before_fc"):
+        config["eagle_config"] = {**eagle_config, "norm_before_fc": True}
     drop_empty_taps(config)
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
@@ -134,18 +141,15 @@ def unread_warnings(config: Mapping[str, Any]) -> list[str]:
     rotated = config.get("no_rope_layers")
     changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
     changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
-    if not changing:
-        return []
     said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
     what = "engines and eagle-generate draft without this, so a head that was trained with it has fewer drafts accepted"
-    return [f"{said}: {what}"]
+    return [f"{said}: {what}"] if changing else []
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a `text_config`, where heads of multimodal targets keep their sizes; engines would read nothing else.
 
-    Likewise a `model`, where old configurations of vLLM keep those of an EAGLE-1/2 head
-    (`transformers_utils/configs/eagle.py`).
+    Likewise a `model`, of vLLM's old configurations of EAGLE-1/2 heads (`transformers_utils/configs/eagle.py`).
     """
     whole = source.get("model")
     if source.get("model_type") == "eagle" and isinstance(whole, Mapping):
@@ -200,20 +204,6 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
             )
     if problem is not None:
         raise UnsupportedHeadError.at(where, problem)
-
-
-def _settle_norm_flags(config: dict[str, Any]) -> None:
-    """Put a flag that is set under any name, at top level or in `eagle_config`, where every engine reads it.
-
-    vLLM and SGLang read these flags at top level and know no other name; of `norm_before_fc` they believe
-    `eagle_config` first, and TensorRT-LLM reads it there alone.
-    """
-    nested = section(config, "eagle_config")
-    for flag, others in _NORM_FLAGS.items():
-        if any(config.get(name) or nested.get(name) for name in (flag, *others)):
-            config[flag] = True
-    if config.get("norm_before_fc"):
-        config["eagle_config"] = {**nested, "norm_before_fc": True}
 
 
 def flatten_rope(config: dict[str, Any], where: str) -> None:
@@ -323,10 +313,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def quantisation(config: Any) -> str | None:
-    """Read the method by which a `quantization_config` quantises weights; None for one that quantises none.
-
-    Such are: no method, no group with weights, 16 bits, or all modules left out.
-    """
+    """Read the method by which a `quantization_config` quantises weights; None for one that quantises none."""
     if not isinstance(config, Mapping):
         return None
     if isinstance(config.get("quantization"), Mapping):

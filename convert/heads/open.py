@@ -21,13 +21,13 @@ from .. import names
 from ..artifact.checksums import sha256_file
 from ..artifact.files import CONFIG_NAME, WEIGHTS_NAME
 from ..artifact.manifest import Manifest
-from ..errors import CheckpointError, MismatchError
+from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..rows.checkpoint import Checkpoint, open_checkpoint
 from ..rows.files import WEIGHTS, check_blob
 from ..sources.source import ResolvedSource, open_head_source
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
-from .config import metadata_target, normalise_config, quantisation, refuse_foreign, says_dflash, unread_warnings
-from .dflash import checked_part, in_one_level, refuse_mask_embedding, settle_dflash
+from .config import SIZES, metadata_target, normalise_config, quantisation, refuse_foreign, says_dflash, unread_warnings
+from .dflash import in_one_level, settle_dflash
 from .draft_head import DraftHead, LazyTensors
 from .taps import with_tap_layers
 
@@ -78,8 +78,9 @@ def open_head(
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
     head = head_from_checkpoint(checkpoint, config, source.name, d2t_form=d2t_form, tap_layers=tap_layers)
-    if head.kind == "dflash":
-        refuse_mask_embedding(source)
+    if head.kind == "dflash" and "mask_embedding.pt" in source.files:
+        problem = "mask_embedding.pt replaces a row of the target's embedding, and is not carried over."
+        raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
     read = [file.path.name for file in checkpoint.files]
     if others := [name for name in source.files if WEIGHTS.fullmatch(name) and name not in read]:
         problem = f"{', '.join(others[:4])}: not read, as {read[0]} is; an engine may read them instead, or too"
@@ -88,10 +89,7 @@ def open_head(
 
 
 def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Read a head's config.json, held against the manifest beside it, if there is one.
-
-    A quantisation that ModelOpt keeps in a file of its own is put where others keep it.
-    """
+    """Read a head's config.json, held against a manifest beside it, with ModelOpt's quantisation from its own file."""
     path, quantised = folder / CONFIG_NAME, folder / QUANT_NAME
     config = read_object(path, CheckpointError)
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
@@ -118,7 +116,9 @@ def head_from_checkpoint(
     if table.kind == "dflash" and not is_dflash:
         raise names.other_draft("dflash", location)
     whole = in_one_level(config) if is_dflash else {}
-    flat = normalise_config(checked_part(whole) if is_dflash else config, location)
+    # RoPE and windows of a DFlash draft, which may differ by layer, are copied unread.
+    part = {key: whole[key] for key in (*SIZES, "hidden_act", "rms_norm_eps") if key in whole}
+    flat = normalise_config(part if is_dflash else config, location)
     if table.kind == "eagle3" and flat.get("tie_word_embeddings") and names.EMBEDDING in table.stored:
         # Of two tied matrices transformers stores the embedding alone.
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])

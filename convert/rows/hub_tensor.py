@@ -7,8 +7,8 @@ was stopped goes on where it was. The cache, `HF_HOME/assets/eagle-slim/tensors/
     COMMIT.partial        its first bytes, header included, until all have come
     COMMIT.lock           held with flock(2) while a process fetches
 
-All bytes are of one content: each answer is held against the range that was asked for, and against the first one's
-ETag, commit and size. One that does not agree is asked for once more, then refused.
+Each answer is held against the range that was asked for, and against the first one's ETag, commit and size; one that
+does not agree is asked for once more, then refused.
 """
 
 from __future__ import annotations

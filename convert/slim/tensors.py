@@ -3,12 +3,8 @@
 Nothing is written here, and nothing is read before the plans are carried out. With ids (1, 4, 5) of a vocabulary of 6,
 rows 1, 4 and 5 of a full LM head become rows 0, 1 and 2, and d2t is (1, 3, 3).
 
-EAGLE-1/2: the head unchanged but for small repairs, to be used with `freq_N.pt`: a zero `fc.bias` where there is none,
-since SGLang would leave it uninitialised; no `bias` in config.json, which vLLM and SGLang take to mean biases of the
-attention; of biases in the layer, the flags by which each engine loads them.
-
-DFlash: z-lab's and speculators' drafts borrow the target's LM head, or have one over a reduced vocabulary. With
-`lm_head.weight`, `d2t` and `draft_vocab_size` vLLM takes the draft's own (`qwen3_dflash.py`, `load_weights`;
+EAGLE-1/2: the head unchanged but for small repairs, to be used with `freq_N.pt`. DFlash: with `lm_head.weight`, `d2t`
+and `draft_vocab_size` vLLM takes the draft's own LM head (`qwen3_dflash.py`, `load_weights`;
 `v1/worker/gpu/spec_decode/dflash/utils.py`). Everything else keeps its bytes, names and keys.
 """
 
@@ -38,10 +34,7 @@ _DROPPED_KEYS = ("_name_or_path", "auto_map")
 
 
 def plan_tensors(head: DraftHead, lm_head: LmHead | None, target_ids: NDArray[np.int64] | None) -> list[TensorPlan]:
-    """Plan the tensors for `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
-
-    `lm_head`: whose rows are gathered; None for EAGLE-1/2, whose tensors are as they are.
-    """
+    """Plan the tensors for `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map."""
     rows = {}
     for name in (each for each in head.tensors if each != names.LM_HEAD):
         stored, dtype = head.tensors.stored[name], head.tensors.info(name).dtype
@@ -87,6 +80,7 @@ def config_of(head: DraftHead, draft_vocab: int, flavour: Flavour) -> dict[str, 
 def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
     """Copy an EAGLE-1/2 head's without the keys that no engine may read, and with the class name of the flavour."""
     source = flattened_text(head.source_config)
+    # vLLM and SGLang take `bias` to mean biases of the attention.
     config = {key: value for key, value in source.items() if key not in (*_DROPPED_KEYS, "bias")}
     config["num_hidden_layers"] = head.config["num_hidden_layers"]
     if "layer_types" not in head.config:

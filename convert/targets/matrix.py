@@ -37,10 +37,7 @@ EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
-    """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
-
-    Raises CheckpointError where there is neither, or no LM head and `tied` is False.
-    """
+    """Return the LM head's name among `names`, the embedding first where `tied`, else last; else CheckpointError."""
     parts = tuple(f"{prefix}lm_head." for prefix in _MODEL)
     other = next((name for name in names if name.startswith(parts) and name not in LM_HEAD_NAMES), None)
     if not tied and other is not None:
@@ -130,10 +127,7 @@ def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
 
 
 def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> LmHead:
-    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
-
-    `tied`: whether it is the input embedding; by default as config.json says.
-    """
+    """Open the LM head of a target in a folder, of whose shards its own suffices; `tied` as config.json says."""
     tied, only = ties_embedding(folder) if tied is None else tied, None
     chosen = choose_weights(list_names(folder), str(folder))
     if chosen.endswith(".index.json"):

@@ -54,12 +54,9 @@ def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | N
         return TargetChoice(None, "the built-in head's")
     if head.target_name is not None and not is_missing_folder(head.target_name):
         return TargetChoice(head.target_name, "named in the head's config.json")
-    if head.manifest is not None:
-        recorded = head.manifest.target
-        if recorded.get("wheel"):
-            return TargetChoice(None, RECORDED)
-        if recorded.get("repo_id"):
-            return TargetChoice(str(recorded["repo_id"]), RECORDED)
+    recorded = {} if head.manifest is None else head.manifest.target
+    if recorded.get("wheel") or recorded.get("repo_id"):
+        return TargetChoice(None if recorded.get("wheel") else str(recorded["repo_id"]), RECORDED)
     if head.source is None:
         return None
     if (known := known_target(head.source.repo_id)) is not None:

@@ -1,7 +1,4 @@
-"""Checks of an artifact alone: every byte as in its manifest, and the rules of the format.
-
-A rule catches what at least one engine accepts silently and then gets wrong; FORMAT.md has the reasons.
-"""
+"""Checks of an artifact alone: every byte as in its manifest, and the rules of FORMAT.md, which has the reasons."""
 
 from __future__ import annotations
 
@@ -88,10 +85,7 @@ class ArtifactParts:
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
-        """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range.
-
-        Without a map: those of the token map for EAGLE-1/2, every id for a full vocabulary.
-        """
+        """Target id of each row, int64 [draft_vocab], unique, ascending and in range; of EAGLE-1/2 of the token map."""
         ranked, vocab = self.manifest.rank_order_ids, self.manifest.target_vocab
         if ranked is None:
             return np.arange(vocab)

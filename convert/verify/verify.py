@@ -107,7 +107,8 @@ def verify_artifact(
     if not folder.is_dir():
         raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
     require_engines(engines, engine_version)
-    sources = _SourceChecks(*(None if name is None else str(name) for name in (head, target, tokenizer)), offline)
+    head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
+    sources = _SourceChecks(head_name, target_name, tokenizer_name, offline)
     check = partial(_check_engine, version=engine_version)
     of_engines = (Rule(f"engine {engine}", partial(check, engine=engine), _WITH_HEAD) for engine in engines)
     parts, unread = ArtifactParts(folder), set[str]()
