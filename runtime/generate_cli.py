@@ -103,8 +103,6 @@ def _read_stdin() -> str:
 
 
 class _Session:
-    """A loaded model, how to generate, and the conversation so far."""
-
     def __init__(
         self, model: SpeculativeModel, system: str | None, raw: bool, check: bool, options: dict[str, Any]
     ) -> None:
@@ -198,7 +196,6 @@ def figures(stats: GenerationStats) -> str:
 def _check(
     model: SpeculativeModel, prompt: str, ids: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
 ) -> None:
-    """Decode plainly and compare. Raises `EagleSlimError` at the first token that differs."""
     from .api.output import difference, first_difference
 
     options = {**options, "seed": output.seed or 0}

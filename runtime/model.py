@@ -73,8 +73,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["eagle_slim"] = "SpeculativeModel"
 class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
+    # A pipeline of transformers prints them.
     input_modalities = output_modalities = ("text",)
-    """Modalities that a pipeline of transformers prints."""
 
     def __init__(
         self,
@@ -88,14 +88,12 @@ class SpeculativeModel:
     ) -> None:
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_hash = tokenizer_hash
-        """Hash of the tokenizer that ids belong to; None if neither target, tokenizer nor converted head tells it."""
         if max_model_len is not None:
             read_count("max_model_len", max_model_len, 1)
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
-        """Most tokens of prompt and answer together."""
         self.is_tree_sized = is_tree_sized
-        """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
+        """Whether steps choose trees up to the drafter's (`step.shapes`); else every step has that."""
         self._decoders = Decoders(target, drafter)
         self._num_drafts, self._num_accepted, self._has_warned = 0, 0, False
         """Passes over drafts of calls that were too short to tell whether the head works, and their tokens."""
@@ -123,14 +121,12 @@ class SpeculativeModel:
         """Load a head with its target: `open_head`, `open_target` and `pair`.
 
         Args:
-            target: Hub id, folder, a loaded transformers model, or what `open_target` returned; None takes the one that
-                the head names.
-            head: converted head (folder or Hub id), an unconverted EAGLE-1, -2 or -3 head, or what `open_head`
-                returned; None is the built-in one.
+            target: as in `open_target`, or what that returned; None takes the one that the head names.
+            head: as in `open_head`, or what that returned.
             draft_vocab, tree, drafter, draft_weights, max_model_len: as in `pair`.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
-                instructions for it (`dtype_on_cpu`). A loaded target's stays as it is.
-            device: None is the first GPU, else the CPU; a loaded target stays where it is.
+                instructions for it (`dtype_on_cpu`).
+            device: None is the first GPU, else the CPU.
             target_weights: "fp8" quantises the matrices of the decoder layers while they are loaded, one scale a row
                 (`target.fp8_loading`): half the bytes, and the output of the quantised model; from sm_89 on. "auto"
                 leaves them as the files have them: a checkpoint published in FP8 is loaded in FP8.
@@ -173,27 +169,23 @@ class SpeculativeModel:
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
 
-        The kernel's packed weights are too, where the vocabulary is the first part, by rank, of what was packed.
-
-        Raises `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`;
-        `PairingError` for a vocabulary of another tokenizer.
+        The kernel's packed weights are too, where the vocabulary is the first part, by rank, of what was packed. Raises
+        `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`; `PairingError`
+        for a vocabulary of another tokenizer.
         """
         if self.opened is None:
             raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
-        weights = self.drafter.weights
-        ids = self.opened.choose(draft_vocab)
+        weights, ids = self.drafter.weights, self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids)
-        kept = torch.from_numpy(ids).to(weights.device)
-        other = replace(weights, lm_head=rows, draft_to_target=kept)
+        other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig | None) -> SpeculativeModel:
-        """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
+        """Return a model that drafts trees of another shape; None: each step chooses one up to this model's.
 
-        None: each step chooses its tree (`step.shapes`), up to that of this model. Raises `UsageError` for a tree that
-        needs more children than the draft vocabulary has.
+        Everything loaded is shared. Raises `UsageError` for a tree that needs more rows than the draft vocabulary has.
         """
         if tree is None:
             return self._with_drafter(self.drafter, is_tree_sized=True)
@@ -203,8 +195,7 @@ class SpeculativeModel:
     def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
-        drafter other than the kernel where weights are in FP8.
+        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`.
         """
         weights, current = self.drafter.weights, self.drafter
         if draft_weights == "auto" and self.draft_weights == "fp8":
@@ -227,7 +218,7 @@ class SpeculativeModel:
         return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
 
     def can_generate(self) -> bool:
-        """Return True, for ``pipeline("text-generation", model, tokenizer=model.tokenizer)`` of transformers."""
+        """Return True, for a pipeline of transformers."""
         return True
 
     @property
@@ -293,38 +284,31 @@ class SpeculativeModel:
             reuse_prefix: do not run tokens again that a prompt shares with a sequence of an earlier call from the
                 beginning on, as the next turn of a chat does (``stats.num_reused_tokens``). The answer is the same in
                 float32 and where ``stats.exactness`` says so; elsewhere a near-tie can round differently.
-            time_phases: on a GPU, run a step phase by phase, so that ``stats.steps`` tells draft and verify apart and
-                a profiler sees their names, a little slower than whole steps.
+            time_phases: on a GPU, run a step phase by phase, a little slower: ``stats.steps`` tells them apart.
             partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
                 returns what passes over all of it confirm: the same output. "lossy" returns what runs ahead as it is.
             options: what to generate, as in transformers, each an argument or a field of ``generation_config``:
 
                 max_new_tokens: 256 by default, or what ``max_length`` leaves (prompt, with its padding, and answer).
-                do_sample, temperature, top_p, top_k, min_p: greedy unless ``do_sample`` or a temperature above 0 asks
-                    for sampling, whatever the target's own generation configuration says.
+                do_sample, temperature, top_p, top_k, min_p: greedy unless ``do_sample`` or a temperature asks for
+                    sampling, whatever the target's own generation configuration says.
                 min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids, stop_strings:
                     default to the target's own generation configuration.
                 eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
-                    max_time (seconds), return_dict_in_generate.
-
-                Arguments alone:
-
+                    max_time (seconds), return_dict_in_generate. The following are arguments alone.
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
                     in a tensor [prompts, seq], unless it is an end of sequence too.
-                seed: fixes every draw, together with the prompt's place in the call; the output tells it. None draws
-                    one from PyTorch's generator. A list holds a seed for each prompt, whose draws then depend on
-                    nothing else in the call.
+                seed: fixes every draw, together with the prompt's place in the call; None draws one from PyTorch's
+                    generator. A list holds a seed for each prompt, whose draws depend on nothing else in the call.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: callables asked for each prompt by itself, without padding, and with None for scores.
-                logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), functions of these alone
-                    (`api.sampling`), called on the host.
+                logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), of these alone (`api.sampling`).
                 ignore_eos: True lets no id end an answer.
                 tokenizer: for text and stop strings, instead of the model's own.
 
-        Raises:
-            PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
-            UsageError: options that contradict each other, are not served, or lack a tokenizer.
-            LogitsError: logits that are no distribution. DeviceMemoryError: the device's memory is full.
+        Raises `PromptError` for an empty prompt, an id outside the vocabulary, or no room in the context; `UsageError`
+        for options that contradict each other, are not served, or lack a tokenizer; `LogitsError` for logits that
+        are no distribution; `DeviceMemoryError`.
         """
         if not (streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))):
             raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)
@@ -390,8 +374,8 @@ class SpeculativeModel:
     def refresh(self) -> None:
         """Follow a write that moves no version counter: through ``.data``, or by a fused optimiser.
 
-        Cached rows, captured graphs and packed copies of the target are made anew, for all models that share it. Every
-        other change of the target is noticed before each call. Raises as a call after a change does.
+        What is derived from the target is made anew, for all models that share it. Every other change of the target is
+        noticed before each call. Raises as a call after a change does.
         """
         with self.target.hold():
             self.target.refresh()
@@ -409,15 +393,13 @@ class SpeculativeModel:
         """Compile and capture, before the first prompt comes, all that calls like the one described will use.
 
         Args:
-            num_prompts: prompts of a call; fewer at a time are served as well.
-            max_length: most tokens of a prompt and its answer together; no more than `max_model_len` count. The KV
-                cache is allocated for them.
-            max_slots, speculative, partial_verification: as in `generate`.
-            options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
-                each combination of stages has graphs of its own, which serve all values.
+            num_prompts: most prompts of a call.
+            max_length: most tokens of a prompt and its answer together, for which the KV cache is allocated.
+            max_slots, speculative, partial_verification, options: as in `generate`; each combination of stages
+                (temperature, ``top_p``, penalties, ...) has graphs of its own, which serve all values.
 
-        Returns the time for it, compilation and capture apart, and the memory; on a CPU there is nothing to get ready.
-        Trees that steps choose among are also timed, at half of ``max_length``. Raises `UsageError` as `generate` does.
+        On a CPU there is nothing to get ready. Trees that steps choose among are also timed, at half of ``max_length``.
+        Raises `UsageError` as `generate` does.
         """
         num_prompts = read_count("num_prompts", num_prompts, 1)
         max_length = min(read_count("max_length", max_length, 2), self.max_model_len or max_length)
@@ -437,15 +419,13 @@ class SpeculativeModel:
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
-        """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
+        """Turn a conversation (or one user message) into token ids by the chat template, or else its last message.
 
-        Without a template, the last message's text is encoded as it is. Raises `UsageError` without a tokenizer, for
-        anything that is no conversation, and for one that the template refuses.
+        Raises `UsageError` without a tokenizer, and for what is no conversation or refused by the template.
         """
         return encode_conversation(self.tokenizer, messages)
 
     def _warn_if_nothing_is_accepted(self, num_drafts: int, num_accepted: int) -> None:
-        """Warn once, when calls were long enough to tell, of a head that hardly drafts a token that is taken."""
         drafts, accepted = self._num_drafts + num_drafts, self._num_accepted + num_accepted
         is_enough = drafts >= _WARN_AFTER_PASSES
         self._num_drafts, self._num_accepted = (0, 0) if is_enough else (drafts, accepted)
@@ -478,10 +458,7 @@ def pair(
     Warns of what the head's files leave in doubt.
 
     Args:
-        target: what `open_target` returned.
-        head: what `open_head` returned.
-        draft_vocab: rows to draft over, from the forced ids up to the converted head's, without converting again; or a
-            `DraftVocab`; None takes all.
+        draft_vocab: rows to draft over, without converting again, or a `DraftVocab`; None takes all.
         tree: shape of every step's tree. None: where rows are exact, steps choose between plain decoding and trees of
             up to 60 nodes, by measured times and acceptance (`step.shapes`); elsewhere sizes alone fix the tree before
             the call. For trees up to another shape, give that and call `SpeculativeModel.with_tree` with None.
@@ -492,10 +469,9 @@ def pair(
         tokenizer: instead of the target's own, or for a loaded one.
         max_model_len: most tokens of prompt and answer together; None is the model's own limit.
 
-    Raises:
-        PairingError: head, target, vocabulary or tokenizer do not belong together; no weights were loaded.
-        TargetError, UnsupportedModelError: the target cannot be loaded or cannot verify trees.
-        UsageError, DrafterError: see `choose_draft_ids`, `choose_drafter`, `check_tree_fits`.
+    Raises `PairingError` for what does not belong together, before weights are loaded; `TargetError` and
+    `UnsupportedModelError` for a target that cannot be loaded or cannot verify trees; `UsageError` and `DrafterError`
+    as `choose_draft_ids`, `choose_drafter` and `check_tree_fits`.
     """
     for name, given, kind in (("target", target, OpenedTarget), ("head", head, OpenedHead)):
         if not isinstance(given, kind):
@@ -535,6 +511,5 @@ def pair(
 def _rank_rows(
     opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
-    """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
     ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None
     return None if ranked is None else torch.from_numpy(ranked).to(device)

@@ -1,5 +1,4 @@
-"""Operations as kernels or twins, profiler ranges, the current GPU, the side stream for graph capture, and counts of
-launches.
+"""Operations as kernels or twins, profiler ranges, the side stream for graph capture, and counts of launches.
 
 An operation is a function that launches Triton kernels; its twin is the plain PyTorch function in the same module whose
 name ends in ``_ref``, with the same arguments and results, which defines it.
@@ -17,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, wraps
-from typing import Any, TypeVar, cast
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,11 +41,11 @@ class Ops:
         run = operation
         if not self.use_kernels:
             run = getattr(sys.modules[operation.__module__], f"{operation.__name__}_ref")
-        return _named(run, operation.__name__) if ranges_wanted() else run
+        return named_range(operation.__name__)(run) if ranges_wanted() else run
 
 
 def is_set(variable: str) -> bool:
-    """Tell if an environment variable switches something on: it is there, not empty, and not 0."""
+    """Tell if an environment variable is there, not empty, and not 0."""
     return os.environ.get(variable, "0") not in ("", "0")
 
 
@@ -57,7 +56,7 @@ def ranges_wanted() -> bool:
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Run a block in a named range of PyTorch's profiler, on a GPU of NVTX too."""
+    """Run a block, or a decorated function, in a named range of PyTorch's profiler, on a GPU of NVTX too."""
     has_nvtx = torch.cuda.is_available()
     if has_nvtx:
         torch.cuda.nvtx.range_push(name)
@@ -67,15 +66,6 @@ def named_range(name: str) -> Iterator[None]:
     finally:
         if has_nvtx:
             torch.cuda.nvtx.range_pop()
-
-
-def _named(operation: Operation, name: str) -> Operation:
-    @wraps(operation)
-    def run(*given: Any, **options: Any) -> Any:
-        with named_range(name):
-            return operation(*given, **options)
-
-    return cast(Operation, run)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

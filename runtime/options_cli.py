@@ -16,7 +16,6 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 def _choice(name: str, choices: Sequence[str], help_text: str) -> Callable[[_Decorated], _Decorated]:
-    """Make an option of choices, whose first is the default."""
     return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
 
 
@@ -76,25 +75,18 @@ def model_options(function: _Decorated) -> _Decorated:
     return function
 
 
-def removed_option(name: str, now: str) -> Callable[[_Decorated], _Decorated]:
-    """Refuse an option that was removed: it is not in the help, and whoever types it reads ``now``, what to do."""
-
-    def refuse(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise click.UsageError(f"{name} was removed. {now}", ctx)
-
-    return click.option(name, hidden=True, expose_value=False, callback=refuse, help=now)
+def _refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError(
+            f"{param.opts[0]} was removed. Draft over 16,000 rows instead, which gains as much.", ctx
+        )
 
 
-no_follow_option = removed_option("--follow", "Draft over 16,000 rows instead, which gains as much.")
+no_follow_option = click.option("--follow", hidden=True, expose_value=False, callback=_refuse, help="Removed.")
 
 
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
-    """Take the options of `model_options` out of a command's options and load the head with its target.
-
-    ``heads`` among them names other heads for the same target, which are loaded with the same drafter and forward.
-    ``more``: further arguments of `SpeculativeModel.from_pretrained`.
-    """
+    """Take the options of `model_options` out of a command's, and load the head and other ``heads`` with the target."""
     note(f"loading {options['head'] or 'the built-in head'} with its target")
     from transformers.utils import logging
 

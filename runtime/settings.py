@@ -85,9 +85,8 @@ class PartialVerification:
     ``mode``: "exact" keeps what the full pass confirms; "lossy" keeps what the partial passes accepted.
     ``num_blocks``: blocks of 64 keys that a partial pass sees of the prefix, for each layer and KV head, besides the
     most recent ones. ``num_steps``: partial passes between two full ones. ``num_tokens``: most tokens that they are
-    ahead. ``min_length``: tokens of the longest prompt of a call from which steps run ahead at all.
-
-    Raises `UsageError` for another mode. Calls give the mode alone; tests and benchmarks take other sizes.
+    ahead. ``min_length``: tokens of the longest prompt of a call from which steps run ahead at all. Raises `UsageError`
+    for another mode.
     """
 
     mode: str = "exact"

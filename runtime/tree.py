@@ -93,18 +93,17 @@ class DraftTree:
 
 
 class Trees(NamedTuple):
-    """The trees of all slots as a step's kernels read them, on one device."""
+    """The trees of all slots as a step's kernels read them, on one device.
+
+    ``active_slots`` int32 [slots]: the active slots first; place i is slot ``active_slots[i]``. ``active_count``
+    int32 [1]: places from this on are skipped. The others are as in `DraftTree`, int64 [slots, nodes].
+    """
 
     active_slots: Tensor
-    """int32 [slots]: the active slots first; place i is slot ``active_slots[i]``."""
     active_count: Tensor
-    """int32 [1]: places from this on are skipped."""
     draft_tokens: Tensor
-    """int64 [slots, nodes]: target ids, the root first."""
     parents: Tensor
-    """int64 [slots, nodes]: -1 for the root."""
     positions: Tensor
-    """int64 [slots, nodes]: distance from the root."""
 
 
 def ranked_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -142,14 +141,15 @@ def level_offset(level: int, top_k: int) -> int:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All drafted candidates of a batch, by candidate index: every field [batch, top_k + depth * top_k ** 2]."""
+    """All drafted candidates of a batch, by candidate index: every field [batch, top_k + depth * top_k ** 2].
+
+    ``tokens`` int64, target ids; ``scores`` float32, cumulative log-probabilities; ``parents`` int64, candidate
+    indices, -1 for the root's children.
+    """
 
     tokens: Tensor
-    """int64: target ids."""
     scores: Tensor
-    """float32: cumulative log-probability by the drafter."""
     parents: Tensor
-    """int64: the parent's candidate index, -1 for the root's children."""
 
 
 def join_levels(
@@ -170,10 +170,7 @@ def join_levels(
 
 
 def build_tree(root_tokens: Tensor, candidates: Candidates, config: TreeConfig) -> DraftTree:
-    """Choose the nodes and lay out the tree (module docstring: Nodes, Retrieve rows).
-
-    ``root_tokens``: int64 [batch], target ids. All on one device.
-    """
+    """Choose the nodes and lay out the tree after ``root_tokens``, int64 [batch]; all on one device."""
     chosen = ranked_topk(candidates.scores, config.total_tokens - 1)[1].sort(dim=-1).values
     parent_candidates = candidates.parents.gather(1, chosen)
     # Closed under parents, so the search always meets the parent itself.

@@ -5,10 +5,8 @@
 
 Each shape's derived parameters are tried, and a few that differ from them in one thing each. All are checked against
 the fp32 reference, then timed as CUDA-graph replays interleaved with those of the derived ones. The winner goes into
-the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), which holds several GPUs'. Heads and drafts that
-were launched most come first. Weights are random: speed does not depend on values.
-
-A head has one stored layout for all slots, trees and vocabularies: the cache's, or else the derived one.
+the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package). Weights are random: speed does not depend on
+values. A head has one stored layout for all slots, trees and vocabularies: the cache's, or else the derived one.
 """
 
 from __future__ import annotations
@@ -29,15 +27,7 @@ from eagle_slim.vocab_tools.common_cli import EagleCommand, example, run_cli
 from .drafter.dimensions import DrafterConfig
 from .drafter.kernels.weight_stream import Tile
 from .drafter.launch import allocate_buffers, launch_drafter
-from .drafter.launch_params import (
-    Chip,
-    LaunchParams,
-    StoredLayout,
-    chip_of,
-    choose_launch,
-    chunk_inputs,
-    stage_bytes,
-)
+from .drafter.launch_params import Chip, LaunchParams, StoredLayout, chip_of, choose_launch, chunk_inputs, stage_bytes
 from .drafter.packing import PackedHead, Weights, pack_head
 from .drafter.tuned_cache import TunedCache, always, cache_key, layout_key, open_tuned_cache, read_shapes
 from .drafter.tuning.agreement import draft_and_replay
@@ -50,7 +40,6 @@ from .errors import DrafterError, UsageError
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
-"""Cached pairs while timing."""
 
 Measure = Callable[[DrafterConfig, LaunchParams, LaunchParams], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
@@ -67,15 +56,12 @@ class Trial:
 
     @property
     def gain(self) -> float:
-        """Share of the derived parameters' time that is saved."""
+        """Share of time that is saved."""
         return 0.0 if self.fault else 1 - self.us / self.derived_us
 
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Return variants over the same layout, each with one change of ``params``, most promising first.
-
-    What cannot fit is left out.
-    """
+    """Return variants over the same layout, each with one change that fits, most promising first."""
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
@@ -87,13 +73,13 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         return replace(params, tiles=tiles) if tiles != params.tiles else None
 
     found: dict[str, LaunchParams | None] = {
-        "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
+        "one stage less": with_tiles(lambda tile: replace(tile, stages=max(1, tile.stages - 1))),
         "other keys per tile": replace(params, block_keys=32 if params.block_keys == 64 else 64),
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
-        "two stages less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 2))),
-        "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
+        "two stages less": with_tiles(lambda tile: replace(tile, stages=max(1, tile.stages - 2))),
+        "one stage more": with_tiles(lambda tile: replace(tile, stages=tile.stages + 1)),
         "parts of 128 keys": replace(params, part_keys=128),
     }
     return {name: variant for name, variant in found.items() if variant is not None}
@@ -114,10 +100,7 @@ def tune(
     measure: Measure,
     left: Callable[[], float],
 ) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration: the derived ones, or one of those to be ``tried``.
-
-    Stops with the best so far when no time (seconds) is ``left``.
-    """
+    """Choose the derived parameters or one of the ``tried``; the best so far when no time (seconds) is ``left``."""
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -149,7 +132,7 @@ class GraphTimer:
     def __init__(self, dims: Dims, device: torch.device, rounds: int) -> None:
         self.dims, self.device, self.rounds = dims, device, rounds
         self._head: HeadWeights | None = None
-        self._packed: tuple[HeadWeights, PackedHead] | None = None
+        self._packed: tuple[object, HeadWeights, PackedHead] | None = None
         self._derived: tuple[DrafterConfig, LaunchParams, Callable[[], object]] | None = None
 
     def __call__(self, cfg: DrafterConfig, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
@@ -173,24 +156,17 @@ class GraphTimer:
         """Return the head in one layout, packed once for all parameters over it."""
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
-        launches = always(params)
-        if self._packed is not None:
-            head, packed = self._packed
-            known = (packed.launches(cfg)[0].layout, packed.draft_vocab, packed.stream.dtype)
-            if known == (params.layout, cfg.draft_vocab, cfg.weight_dtype):
-                return Weights(head, replace(packed, launches=launches))
-        self._packed = None  # before the next one, so that there is room
-        head = self._head.of_rows(slice(cfg.draft_vocab))
-        packed = pack_head(head, cfg, launches)
-        self._packed = (head, packed)
-        return Weights(head, packed)
+        key, launches = (params.layout, cfg.draft_vocab, cfg.weight_dtype), always(params)
+        if self._packed is None or self._packed[0] != key:
+            self._packed = None  # before the next one, so that there is room
+            head = self._head.of_rows(slice(cfg.draft_vocab))
+            self._packed = (key, head, pack_head(head, cfg, launches))
+        _, head, packed = self._packed
+        return Weights(head, replace(packed, launches=launches))
 
 
 def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterConfig]]:
-    """Read the drafts recorded on ``chip``, one for each key, those of a head together and the most launched first.
-
-    Raises `UsageError` for a file without any of this GPU.
-    """
+    """Read the drafts recorded on ``chip``, one for each key, those of a head together, the most launched first."""
     recorded = read_shapes(path)
     of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
     if not of_chip:
@@ -233,10 +209,7 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
 @click.option("--budget", type=float, default=300, show_default=True, help="Seconds until no new variant is begun.")
 @click.option("--out", type=click.Path(), help="Cache to add to. Default: the one that launches read.")
 def run(from_shapes: str, again: bool, rounds: int, variants: int | None, budget: float, out: str | None) -> None:
-    """Find launch parameters of the drafter for this GPU, and keep the best.
-
-    All are checked against the fp32 reference, then timed; the cache is saved after each draft.
-    """
+    """Find launch parameters of the drafter for this GPU: checked, timed, and the best saved after each draft."""
     started = time.perf_counter()
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")

@@ -27,70 +27,24 @@ from .sampling import PENALTIES, build_processors, noise_keys
 
 DEFAULT_MAX_NEW_TOKENS = 256
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_SERVED = (
-    *SAMPLING,
-    *PENALTIES,
-    "max_new_tokens",
-    "max_length",
-    "max_time",
-    "do_sample",
-    "eos_token_id",
-    "pad_token_id",
-    "stop_strings",
-    "num_return_sequences",
-    "return_dict_in_generate",
-)
+_ENDS = ("max_new_tokens", "max_length", "max_time", "eos_token_id", "stop_strings")
+_OF_ROWS = ("pad_token_id", "num_return_sequences", "return_dict_in_generate")
+_SERVED = ("do_sample", *SAMPLING, *PENALTIES, *_ENDS, *_OF_ROWS)
 """Fields of a `GenerationConfig`."""
-_OURS = (
-    "attention_mask",
-    "tokenizer",
-    "generation_config",
-    "seed",
-    "stop",
-    "stopping_criteria",
-    "ignore_eos",
-    "logits_processor",
-)
+_CALLABLES = ("stopping_criteria", "logits_processor")
+_OURS = ("attention_mask", "tokenizer", "generation_config", "seed", "stop", "ignore_eos", *_CALLABLES)
 """Further arguments of `generate`."""
-_WITHOUT_EFFECT = (
-    "_",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "early_stopping",
-    "length_penalty",
-    "use_cache",
-    "low_memory",
-    "transformers_version",
-    "return_legacy_cache",
-    "prefill_chunk_size",
-    "target_lookbehind",
-    "is_assistant",
-    "cache_",
-    "max_cache_",
-    "assistant_",
-    "num_assistant_",
-    "compile_",
-    "disable_compile",
-)
+_OF_CACHES = ("use_cache", "cache_", "max_cache_", "return_legacy_cache", "prefill_chunk_size", "low_memory")
+_OF_DRAFTS = ("is_assistant", "assistant_", "num_assistant_", "target_lookbehind")
+_OF_OTHERS = ("_", "bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "transformers_version")
+_WITHOUT_EFFECT = (*_OF_CACHES, *_OF_DRAFTS, *_OF_OTHERS, "compile_", "disable_compile")
 """Beginnings of the names of fields that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
-_ON_GREEDY = (
-    "min_length",
-    "num_beams",
-    "guidance_scale",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "begin_suppress_tokens",
-    "sequence_bias",
-    "renormalize_logits",
-    "penalty_alpha",
-    "dola_layers",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "watermarking_config",
-    "token_healing",
-)
+_OF_LENGTHS = ("min_length", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+_OF_LOGITS = ("guidance_scale", "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "watermarking_config")
+_OF_ENCODERS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+_OF_MODES = ("num_beams", "penalty_alpha", "dola_layers", "token_healing")
+_ON_GREEDY = (*_OF_LENGTHS, *_OF_LOGITS, *_OF_ENCODERS, *_OF_MODES)
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PROCESSORS = " What changes logits can be given as a logits_processor."
@@ -105,25 +59,21 @@ class Call:
     requests: list[Request]
     sampling: SamplingConfig
     options: Mapping[str, Any]
-    """Fields of a `GenerationConfig` that are set, by name (`join_options`)."""
     rows: list[tuple[int, ...]]
     """The prompts as they were given, padding included."""
     device: torch.device
-    """Device of the given tensor; the CPU for anything else."""
+    """The given tensor's; the CPU for anything else."""
     fill: int
     """Id that fills ``sequences`` where an answer has ended."""
     seed: int | tuple[int, ...] | None
-    """The seed, or one for each prompt; None where nothing is drawn."""
 
 
 def read_call(
     target: TargetModel, tokenizer: Any | None, context_limit: int | None, input_ids: Any, keywords: Mapping[str, Any]
 ) -> Call:
-    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does.
-
-    ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
-    """
+    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does."""
     given = {name: keywords.get(name) for name in _OURS}
+    stop = given["stop"]
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
     tokenizer = tokenizer if given["tokenizer"] is None else read_tokenizer(given["tokenizer"])
     options = join_options(target.generation_config, given["generation_config"], fields)
@@ -143,18 +93,12 @@ def read_call(
     sampling = read_sampling(options, fields, given["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
     if repeats > 1 and sampling.is_greedy:
-        raise UsageError(
-            f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
-            "temperature."
-        )
+        raise UsageError(f"num_return_sequences = {repeats} needs a temperature: greedy answers to a prompt are equal.")
     prompts = [prompt for prompt in prompts for _ in range(repeats)]
-    stop = given["stop"]
     shared: dict[str, Any] = {
         "eos_ids": eos,
         "context_limit": context_limit,
-        "stop": _read_stop(
-            options.get("stop_strings") if given["stop"] is None else given["stop"], tokenizer is not None
-        ),
+        "stop": _read_stop(options.get("stop_strings") if stop is None else stop, tokenizer is not None),
         "decode": (lambda ids: str(tokenizer.decode(ids, **_AS_IT_IS))) if tokenizer else None,
         "criteria": _read_callables("stopping_criteria", given["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")),
@@ -185,11 +129,7 @@ def read_call(
 def join_options(
     target_config: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join keywords, a given configuration and the target's own; the earlier wins. None leaves a field unset.
-
-    Only the `PENALTIES` and stop strings of the target's own configuration count. Returns the fields that are set, by
-    name. Raises `UsageError` for what is not served.
-    """
+    """Join what was given with the target's own penalties and stop strings. Raises `UsageError` for others."""
     if given is not None and not isinstance(given, GenerationConfig):
         raise misfit("generation_config", "transformers' GenerationConfig", given)
     for name in _ON_GREEDY:
@@ -245,10 +185,8 @@ def read_tokenizer(given: Any) -> Any:
 def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
     """Read how to sample from joined options (`join_options`); where ``keywords`` disagree, ``do_sample`` wins.
 
-    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
-    from PyTorch's generator, which `torch.manual_seed` sets. Greedy decoding ignores what only sampling reads, with a
-    `SamplingWarning` where transformers warns: for keywords that would change something. Raises `UsageError` for
-    numbers out of range, and for sampling at temperature 0.
+    Sampling draws a seed where it is None. Greedy decoding ignores what only sampling reads, with a `SamplingWarning`
+    for keywords that would change something. Raises `UsageError` for numbers out of range.
     """
     temperature, do_sample = keywords.get("temperature"), keywords.get("do_sample")
     if do_sample is None and temperature is None:
@@ -272,7 +210,6 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
 
 
 def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
     stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
     if stops and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer. Load the model with one.")
@@ -282,7 +219,6 @@ def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
 
 
 def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
-    """Return a seed for each prompt where ``seed`` is a list; else None. Raises `UsageError`."""
     seeds = seed.tolist() if hasattr(seed, "tolist") else seed
     if not isinstance(seeds, Sequence) or isinstance(seeds, str):
         return None
@@ -292,7 +228,6 @@ def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
 
 
 def _read_deadline(max_time: Any) -> float | None:
-    """Return the time of `time.monotonic` at which ``max_time`` seconds have passed."""
     if max_time is None:
         return None
     if isinstance(max_time, bool) or not isinstance(max_time, Real) or not float(max_time) > 0:
@@ -310,10 +245,6 @@ def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any]
 
 
 def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
-    """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256.
-
-    Raises `UsageError` for a ``max_length`` below the prompt's length, and for numbers that are out of range.
-    """
     if "max_new_tokens" in options:
         return read_count("max_new_tokens", options["max_new_tokens"], 0)
     if "max_length" not in options:

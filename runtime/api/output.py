@@ -18,9 +18,8 @@ from .stats import GenerationStats
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all of them together.
+    """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all, ``sequences`` (`join_sequences`).
 
-    ``sequences``: prompts and answers, int64 [prompts, longest prompt + longest answer] (`join_sequences`).
     It can be used as what transformers returns: see `RowsOutput`, and with ``return_dict_in_generate`` `DictOutput`.
     """
 
@@ -46,10 +45,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class RowsOutput(GenerationOutput, list[Tensor]):
-    """A `GenerationOutput` that is the list of its rows, and has what is usually asked of the tensor ``sequences``.
-
-    A tokenizer's ``batch_decode`` takes the list; pipelines of transformers use ``shape`` and ``reshape``.
-    """
+    """A `GenerationOutput` that is the list of its rows, and has what is usually asked of the tensor ``sequences``."""
 
     def __post_init__(self) -> None:
         self.extend(self.sequences)
@@ -90,10 +86,9 @@ class DictOutput(GenerationOutput, ModelOutput):  # type: ignore[misc]  # transf
 def join_sequences(
     prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> Tensor:
-    """Join prompts and new tokens: int64 [prompts, longest prompt + longest answer], as transformers returns them.
+    """Join prompts, padded on the left, and answers, on the right, as transformers returns them.
 
-    Prompts stand as they were given, padded on the left where their lengths differ; answers are padded on the right. So
-    ``sequences[:, input_ids.shape[1]:]`` are the answers.
+    Returns int64 [prompts, longest prompt + longest answer].
     """
     joined = []
     for rows, side in ((prompts, "left"), (answers, "right")):

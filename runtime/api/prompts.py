@@ -19,7 +19,7 @@ _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prom
 
 
 def read_token_id(token: Any, name: str = "input_ids") -> int:
-    """Return a token id of an option as a plain integer. Raises `UsageError` for anything that is no integer."""
+    """Return a token id as a plain integer. Raises `UsageError` for anything else."""
     if isinstance(token, bool) or not isinstance(token, Integral):
         raise UsageError(
             f"{name}: token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}."
@@ -33,8 +33,7 @@ def read_prompts(
     """Return the token ids of each prompt as they were given, and without the padding.
 
     ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
-    [prompts, seq], as in transformers; None marks nothing. Raises `UsageError` for anything that is no prompt, text
-    without a tokenizer, and a mask of another shape; `PromptError` for an empty list of prompts.
+    [prompts, seq]. Raises `UsageError` for what is no prompt or mask, `PromptError` for an empty list of prompts.
     """
     if isinstance(given, Mapping):
         if "input_ids" not in given:
@@ -92,10 +91,7 @@ def check_prompts(requests: Sequence[Request], vocab: int) -> None:
 
 
 def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
-    """Encode text as the tokenizer does by itself, special tokens included.
-
-    ``options``: of the tokenizer. Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
-    """
+    """Encode text by a tokenizer. Raises `UsageError` without one, `PromptError` for what is no text."""
     if tokenizer is None:
         raise UsageError("Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -42,12 +43,10 @@ class Request:
     """A prompt with its limits, and its answer so far."""
 
     index: int
-    """Place of the prompt in the call."""
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()
     context_limit: int | None = None
-    """Most tokens of prompt and answer together."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; they need ``decode``."""
     decode: Callable[[Sequence[int]], str] | None = None
@@ -58,7 +57,7 @@ class Request:
     """A time of `time.monotonic`, looked at after every step."""
     device: torch.device | str = "cpu"
     keys: Tensor | None = None
-    """int64 [at least max_new_tokens]: noise keys, one for each new token; None when greedy."""
+    """int64 [max_new_tokens or more]: of the noise for each new token; None when greedy."""
     streamer: BaseStreamer | None = None
     """Gets the prompt, int64 [1, seq], then new tokens [new], on the CPU."""
     head: HeadWeights | None = None
@@ -68,7 +67,6 @@ class Request:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     num_cut_tokens: int = 0
     num_reused: int = 0
-    """Tokens of the prompt that a slot held already."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens == 0:
@@ -101,18 +99,11 @@ class Request:
             dict(sorted(self.accepted_lengths.items())),
             len(self.token_ids),
             self.num_cut_tokens,
-            self._missed_ids(),
+            dict(Counter(token for token in self.token_ids if self.head and not self.head.in_vocab[token])),
             self.num_reused,
             finish_reasons={self.finish_reason: 1},
         )
         return RequestOutput(list(self.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats)
-
-    def _missed_ids(self) -> dict[int, int]:
-        """Count the new tokens that the head could not draft, by target id."""
-        if self.head is None:
-            return {}
-        in_vocab = self.head.in_vocab
-        return dict(Counter(token for token in self.token_ids if not in_vocab[token]))
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
         if token in self.eos_ids:
@@ -128,11 +119,9 @@ class Request:
     def _is_ended_by_criteria(self) -> bool:
         ids = torch.tensor([[*self.prompt_ids, *self.token_ids]], device=self.device)
         for criterion in self.criteria:
-            answer = criterion(ids, None)
-            try:
+            answer, flags = criterion(ids, None), torch.tensor([])
+            with suppress(RuntimeError, TypeError, ValueError):
                 flags = torch.as_tensor(answer)
-            except (RuntimeError, TypeError, ValueError):
-                flags = torch.tensor([])
             if flags.numel() == 0:
                 raise misfit("What a stopping criterion returns", "True or False, or a tensor of them", answer)
             if flags.all():

@@ -3,10 +3,9 @@
 Every request has one stream of keys, drawn from its own generator (seed, and place in the call, or among the answers to
 its prompt where that has a seed of its own). The token at new position i is chosen by the noise that key i gives each
 id (`step.kernels.token_noise`). So a request's sampled text depends on neither the drafter, the tree, nor the rest of
-the batch: speculative and plain decoding give the same tokens for the same seed, and the distribution is the target's.
+the batch, and the distribution is the target's.
 
-A processor changes the target's logits at a position, given the tokens before it. It is applied wherever the target
-chooses a token, at the nodes of a tree as in plain decoding, so drafting does not change the answer. Processors must
+A processor is applied wherever the target chooses a token, at the nodes of a tree as in plain decoding. Processors must
 depend on nothing but their arguments: they are also called for continuations that are not kept.
 """
 
@@ -24,21 +23,12 @@ from transformers.generation import logits_process as hf
 
 from ..errors import UsageError, misfit
 
-PENALTIES = (
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_new_tokens",
-    "suppress_tokens",
-)
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "suppress_tokens")
 """Fields of a `GenerationConfig` that act on greedy decoding too, in transformers' order."""
 
 
 def noise_keys(seed: int, request_index: int, length: int) -> Tensor:
-    """Return the first ``length`` keys of a request's stream: int64 [length], none negative.
-
-    Different pairs of seed and index give unrelated streams.
-    """
+    """Return the first ``length`` keys of a request's stream: int64 [length], none negative."""
     digest = hashlib.sha256(f"{seed}/{request_index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(length, dtype=torch.int64).random_(generator=generator)
@@ -81,10 +71,9 @@ def build_processors(
     extra: Sequence[Any] = (),
     device: torch.device | str = "cpu",
 ) -> Processors | None:
-    """Build the processors of one request; None where nothing changes logits.
+    """Build the processors of one request, ``extra`` ones last; None where nothing changes logits.
 
-    ``options``: `PENALTIES` that are set. ``vocab_size``: logits per position. ``extra`` processors come last. Raises
-    `UsageError` for a value that transformers refuses, and for a token id outside the vocabulary.
+    Raises `UsageError` for a value that transformers refuses, and for a token id outside the vocabulary.
     """
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}

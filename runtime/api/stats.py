@@ -14,10 +14,7 @@ import torch
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step: drafting a tree for each running sequence, verifying them, and the host's own work.
-
-    A step that is replayed as one counts as drafting.
-    """
+    """Seconds of one step: drafting (all of a step that is replayed as one), verifying, and the host's own work."""
 
     draft_s: float
     verify_s: float
@@ -29,8 +26,7 @@ class GenerationStats:
     """Statistics of one request or of many.
 
     The accepted length of a pass is the number of tokens that one target forward over a tree adds to the answer: the
-    accepted drafted tokens and the target's own, up to the answer's end. It is counted only for sequences that were
-    running; the prompt's forward is not a pass.
+    accepted drafted tokens and the target's own, up to the answer's end. The prompt's forward is not a pass.
     """
 
     accepted_lengths: dict[int, int] = field(default_factory=dict)
@@ -38,11 +34,9 @@ class GenerationStats:
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
     num_cut_tokens: int = 0
-    """Tokens accepted beyond an answer's end. They are in no accepted length, so that a size that needs one pass more
-    for the same answer does not seem to accept more."""
+    """Tokens accepted beyond an answer's end, in no accepted length."""
     missed_ids: dict[int, int] = field(default_factory=dict)
-    """Counts of generated target ids that the draft vocabulary did not hold. Of all new tokens, the first of an answer
-    too; empty with ``speculative=False``."""
+    """Counts of new target ids that the draft vocabulary did not hold; empty with ``speculative=False``."""
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
@@ -58,13 +52,12 @@ class GenerationStats:
     num_rolled_back_tokens: int = 0
     """Tokens that partial passes accepted and full passes rejected."""
     cache_bytes: int = 0
-    """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
+    """Memory of keys and values held between calls, the drafter's too."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
     tuned_hits: int = 0
-    """Launches of the drafter with tuned parameters."""
     tuned_misses: int = 0
-    """Launches of the drafter with derived parameters: ``EAGLE_SLIM_SHAPES`` records their shapes."""
+    """Launches of the drafter with derived instead of tuned parameters."""
     path: str = ""
     """Human-readable description of what ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
@@ -75,7 +68,7 @@ class GenerationStats:
 
     @property
     def num_passes(self) -> int:
-        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
+        """Target passes, summed over sequences."""
         return sum(self.accepted_lengths.values())
 
     @property
@@ -142,10 +135,7 @@ class GenerationStats:
 
 
 class PhaseTimer:
-    """Times phases without making the host wait inside the loop: on a GPU it records events and reads them later.
-
-    Each "draft" or "step" phase begins a step, which lasts until the next one begins; prefill is not part of it.
-    """
+    """Times phases without making the host wait, on a GPU by events. A "draft" or "step" phase begins a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_events = device.type == "cuda"

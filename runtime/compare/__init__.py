@@ -1,8 +1,5 @@
 """Draft vocabularies, heads and trees side by side: accepted length, speed, and which to use on this device.
 
-from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
-
 model, prompts = SpeculativeModel.from_pretrained(), load_prompts("prompts.jsonl")
 result = compare(model, prompts, CompareOptions(sizes=("full", 4096)))
 print(result.to_text())

@@ -21,13 +21,11 @@ class Candidate:
     """A head over a draft vocabulary with a tree; the defaults are plain decoding."""
 
     label: str
-    """Unique name."""
     size: str
     """The draft vocabulary in words, such as "4,096" or "full (49,152)"."""
     model: SpeculativeModel = field(repr=False, compare=False)
     draft_vocab: int = 0
     draft_bytes: int = 0
-    """See `Drafter.draft_bytes`."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens; zeros where each step chooses its tree."""
@@ -50,11 +48,7 @@ class Candidate:
 
 
 def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions) -> list[Candidate]:
-    """List the sizes of each head with each tree; equal sizes are listed once.
-
-    Raises `UsageError` for models that `SpeculativeModel.from_pretrained` did not build, for models of several targets,
-    for a head given twice, and for sizes that a head cannot be cut to.
-    """
+    """List the sizes of each head, equal ones once, with each tree. Raises `UsageError` for what cannot be compared."""
     if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
         raise UsageError(
             "models: a comparison takes one or more, built by from_pretrained over the same loaded target."
@@ -79,7 +73,6 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
 
 
 def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[SpeculativeModel]:
-    """Return the model in each different size. Raises `UsageError` for a size that the head cannot be cut to."""
     assert model.opened is not None
     sizes, ranking = options.sizes, model.opened.ranking
     if sizes is None:
@@ -90,7 +83,6 @@ def _cut(model: SpeculativeModel, options: CompareOptions) -> Iterable[Speculati
 
 
 def _words(draft_vocab: int, model: SpeculativeModel) -> str:
-    """Return the size of a draft vocabulary in words, of which ``model`` has the whole."""
     target_vocab = int(model.target.text_config.vocab_size)
     if draft_vocab == target_vocab:
         return f"full ({draft_vocab:,})"

@@ -23,12 +23,9 @@ class CompareOptions:
         sizes: draft vocabularies to compare: numbers of rows, in the order of the head's own ranking, or "full" for all
             that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
-        modes: "greedy", "sampled", or both.
         sampling: how the mode "sampled" chooses tokens.
-        batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
-            prompts, the last one filled up from the beginning.
-        max_new_tokens: most tokens of an answer.
-        partial_verification: "exact" or "lossy" lets drafted answers run ahead on a part of the KV cache.
+        batches: how many prompts are answered at a time; the last group is filled up from the beginning.
+        partial_verification: as in `SpeculativeModel.generate`.
 
     Raises `UsageError` for values out of range, and for values given twice.
     """

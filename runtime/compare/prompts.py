@@ -63,5 +63,5 @@ def _read_prompt(line: str, where: str) -> Prompt:
 
 
 def _as_text(text: str) -> str:
-    """Leave out halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    # JSON can hold halves of surrogate pairs, which UTF-8 cannot.
     return text.encode(errors="ignore").decode()

@@ -47,10 +47,8 @@ class Answer:
 class ComparisonRow:
     """One line of the table: a candidate, a mode, a batch, and a category (or "all").
 
-    ``num_prompts``: prompts (groups of them in a batch) that the intervals are over. ``num_identical``: answers equal
-    to plain decoding's, token for token. ``stats``: of all answers; ``is_exact`` if each of them is. ``measured`` is
-    None where no step was made, as every answer ended with its first token; ``speedup``: over plain decoding.
-    ``is_compared``: false for a candidate that failed at so many turns that its figures are of the others alone.
+    ``num_prompts``: prompts (groups of them in a batch) that the intervals are over. ``measured``: None where no step
+    was made. ``is_compared``: false where a candidate failed at so many turns that its figures are of others.
     """
 
     candidate: Candidate
@@ -121,11 +119,10 @@ class ComparisonRow:
 class Advice:
     """Recommend a candidate for one mode and batch.
 
-    ``headline``: one sentence, whether drafting beats plain decoding here; ``reasons``: more of them. ``candidate``:
-    the fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all.
-    ``is_decided``: whether every other candidate is significantly slower, or shown to be as fast. ``as_fast``:
-    candidates without a significant difference from the fastest, that one included. ``beats_plain`` is None without a
-    significant difference.
+    ``candidate``: the fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats
+    them all. ``is_decided``: whether every other candidate is significantly slower, or shown to be as fast.
+    ``as_fast``: candidates without a significant difference from the fastest, that one included. ``beats_plain`` is
+    None without a significant difference.
     """
 
     mode: str
@@ -141,10 +138,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class Omission:
-    """Answers that are in no figure, and why.
+    """Answers that are in no figure, and why; ``prompt`` is the first of the group.
 
-    ``candidate``: the first whose; "plain" if plain decoding's, too, without which a conversation ends. ``prompt``: the
-    first of the group; ``is_fault``: whether the error comes neither of the prompt nor of the device's memory.
+    ``candidate``: the first whose, "plain" if plain decoding's, too. ``is_fault``: neither prompt nor memory is why.
     """
 
     candidate: str
@@ -161,12 +157,7 @@ class Omission:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold everything that `compare` measured.
-
-    ``rows``: the figures of each candidate, mode, batch and category; ``setup``: what was compared, on which device and
-    how; ``recommendations``: for each mode and batch; ``answers``: in the order in which they were made;
-    ``is_complete``: whether it came to its end; ``omissions``: what is missing, and why.
-    """
+    """Hold everything that `compare` measured; ``answers`` in the order in which they were made."""
 
     rows: Sequence[ComparisonRow]
     setup: Mapping[str, Any]
@@ -176,11 +167,7 @@ class Comparison:
     omissions: Sequence[Omission] = ()
 
     def write(self, folder: str | Path, force: bool = False) -> None:
-        """Write compare.json and compare.html into a folder, both or none.
-
-        Raises `OutputExistsError` for a folder that exists, unless ``force`` is given and a comparison wrote it;
-        `OutputError` where it cannot be written.
-        """
+        """Write compare.json and compare.html into a folder, both or none. Raises as `atomic_directory`."""
         with atomic_directory(folder, force=force, marker=MARKER) as inside:
             (inside / MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
             (inside / "compare.html").write_bytes(self.to_html().encode(errors="backslashreplace"))
@@ -202,7 +189,6 @@ class Comparison:
         outside the draft vocabulary; ``exact``: answers equal to plain decoding's, of all; "equal" where the target
         promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
-        # Columns that hold names stand on the left.
         cells = [row.cells() for row in self.rows]
         table = aligned([[*cells[0]], *([*each.values()] for each in cells)], 4)
         return "\n\n".join([table, *("\n  ".join([each.headline, *each.reasons]) for each in self.recommendations)])
@@ -217,7 +203,7 @@ class Comparison:
 def build_rows(
     candidates: Sequence[Candidate], options: CompareOptions, answers: Sequence[Answer]
 ) -> list[ComparisonRow]:
-    """Work out the figures of every candidate, mode, batch and category from answers, all of them or a part."""
+    """Work out the figures of every candidate, mode, batch and category."""
     categories = list(dict.fromkeys(answer.category for answer in answers if answer.category is not None))
     rows: list[ComparisonRow] = []
     for mode, batch in product(options.modes, options.batches):
@@ -233,11 +219,10 @@ def build_rows(
 def _rows(
     candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]
 ) -> Iterator[ComparisonRow]:
-    given = {
-        each.label: {(answer.group, answer.turn): answer for answer in answers if answer.candidate == each.label}
-        for each in candidates
-    }
     plain = candidates[0]
+    given: dict[str, dict[tuple[int, int], Answer]] = {each.label: {} for each in candidates}
+    for answer in answers:
+        given[answer.candidate][answer.group, answer.turn] = answer
     # Figures are of the turns that all have answered, but for candidates that failed so often that hardly any are left.
     turns: Set[tuple[int, int]] = given[plain.label].keys()
     compared = list[Candidate]()
@@ -288,7 +273,6 @@ def _timings(candidate: Candidate, answers: Sequence[Answer], groups: Mapping[in
 
 
 def _with_range(estimate: Estimate | None, digits: int) -> str:
-    """Format a value with its interval, unless there is none, or it ends where it begins."""
     if estimate is None:
         return "-"
     ends = [f"{end:.{digits}f}" for end in (estimate.value, estimate.low, estimate.high)]
@@ -296,6 +280,5 @@ def _with_range(estimate: Estimate | None, digits: int) -> str:
 
 
 def _end(estimate: Estimate | None, end: str) -> float | None:
-    """Return an estimate's value, or an end of its interval, for JSON: None where there is none."""
     value = math.inf if estimate is None else getattr(estimate, end)
     return round(value, 4) if math.isfinite(value) else None

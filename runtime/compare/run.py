@@ -1,9 +1,8 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt, so that none gains by it. Every answer is compared with plain
-decoding of the same prompt (greedy, or sampled with the same seed), and identical ones are counted. Where
-`GenerationStats.is_exact`, a difference is a failure. Times are of this device alone.
+for all. Their order is drawn anew for each prompt, so that none gains by it. Answers that equal plain decoding's (with
+the same seed) are counted. Where `GenerationStats.is_exact`, a difference is a failure.
 """
 
 from __future__ import annotations
@@ -42,20 +41,15 @@ def compare(
 
     Args:
         models: one, or several heads over the same loaded target, from `SpeculativeModel.from_pretrained`.
-        prompts: conversations, as `load_prompts` reads them. Later turns follow the answers of plain decoding.
-        options: what to compare and how; None for the defaults.
+        prompts: conversations. Later turns follow the answers of plain decoding.
         progress: called after each answer with how many there are and how many there will be.
 
-    What was measured is kept. A candidate that fails at a turn, by whatever error, lacks that turn; where plain
-    decoding fails or the prompt cannot be asked, the conversation ends; Ctrl-C ends all, and ``is_complete`` is false
-    then. The ``omissions`` of the result tell of it.
+    What was measured is kept. A candidate that fails at a turn lacks that turn; where plain decoding fails or the
+    prompt cannot be asked, the conversation ends; Ctrl-C ends all. The ``omissions`` of the result tell of it.
 
-    Raises:
-        UsageError: the options fit neither models nor prompts.
-        PromptError: a first turn has no room in the context; nothing is measured then.
-        EagleSlimError: no drafted answer could be measured, or each differs from plain decoding's where the target
-            promises that none does.
-        KeyboardInterrupt: before the first turn was answered.
+    Raises `UsageError` for options that fit neither models nor prompts; `PromptError` for a first turn without room in
+    the context, before anything is measured; `EagleSlimError` where no drafted answer could be measured;
+    `KeyboardInterrupt` before the first turn was answered.
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
@@ -86,7 +80,6 @@ class Measurement:
         self.model = candidates[0].model
         self.answers, self.is_complete, self.num_done = list[Answer](), True, 0
         self.omissions = dict[tuple[int, str], Omission]()
-        """By batch and message."""
         self.random = np.random.default_rng(0)
         groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
         num_turns = sum(max(len(prompts[number].turns) for number in group) for group in groups)
@@ -113,7 +106,7 @@ class Measurement:
         }
 
     def answer_all(self) -> list[Answer]:
-        """Return the answers in the order they were made; fewer than planned where something failed or Ctrl-C came."""
+        """Return the answers in the order they were made."""
         self._warm_up()
         try:
             for batch in self.options.batches:
@@ -145,7 +138,6 @@ class Measurement:
                     raise
 
     def _answer_group(self, group: tuple[int, ...], mode: str) -> None:
-        """Let every candidate answer a group of prompts, turn by turn."""
         talks: dict[int, list[dict[str, str]]] = {number: [] for number in group}
         num_turns = max(len(self.prompts[number].turns) for number in group)
         ended = self.num_done + len(self.candidates) * num_turns
@@ -165,7 +157,7 @@ class Measurement:
     def _answer_turn(
         self, mode: str, group: tuple[int, ...], turn: int, asked: Sequence[int], talks: Mapping[int, Any]
     ) -> GenerationOutput | None:
-        """Keep what the candidates answer to a turn; return plain decoding's answer, None where there is none."""
+        """Keep what the candidates answer to a turn; return plain decoding's, None where there is none."""
         outputs, of_turn = dict[str, GenerationOutput](), (mode, len(group), group[0], turn)
         try:
             ids = [self.model.encode_chat(talks[number]) for number in asked]
@@ -226,7 +218,6 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:
-    """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
     for prompt, drafted, expected in zip(asked, output.token_ids, plain.token_ids, strict=True):
         first = first_difference(drafted, expected)
         if first is not None:

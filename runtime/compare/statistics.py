@@ -26,9 +26,8 @@ class Timings:
     """Times and tokens of one candidate.
 
     ``times_s``: float64 [steps, 3], drafting, verifying, host; ``prompt_of_step``: int64 [steps], from 0. ``accepted``,
-    ``passes``: float64 [prompts], tokens that target passes gave, and the passes of all sequences (as many as steps,
-    unless several share a step). ``nodes``: of the trees, 1 for plain decoding, 0 where each step chose its tree; such
-    steps have a mean, others a median.
+    ``passes``: float64 [prompts], tokens that target passes gave, and passes of all sequences. ``nodes``: of the trees,
+    1 for plain decoding, 0 where each step chose its tree; such steps have a mean, others a median.
     """
 
     times_s: NDArray[np.float64]
@@ -58,10 +57,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one candidate: estimates, and the speed of every resample, float64 [resamples].
-
-    Times are medians over steps, ``verify_s`` over those of all candidates with as many nodes.
-    """
+    """The figures of one candidate; the speed of every resample is float64 [resamples]."""
 
     accepted_length: Estimate
     tokens_per_s: Estimate
@@ -82,9 +78,8 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
     if not timings:
         return {}
     num_prompts = len(next(iter(timings.values())).accepted)
-    draws = np.random.default_rng(seed).multinomial(
-        num_prompts, np.full(num_prompts, 1 / num_prompts), size=_NUM_RESAMPLES
-    )
+    shares = np.full(num_prompts, 1 / num_prompts)
+    draws = np.random.default_rng(seed).multinomial(num_prompts, shares, size=_NUM_RESAMPLES)
     weights = np.concatenate([np.ones((1, num_prompts), dtype=np.int64), draws])  # [1 + resamples, prompts]
     verify_s = {}
     for nodes in {each.nodes for each in timings.values()}:
@@ -105,14 +100,8 @@ def _measure_one(each: Timings, verify_s: NDArray[np.float64], weights: NDArray[
         lengths = np.where(is_valid, accepted / passes, accepted[0] / passes[0])
         speeds = accepted / num_steps / (draft_s + verify_s + host_s)
         speeds = np.where(is_valid, speeds, speeds[0])
-    return Measured(
-        Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
-        Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
-        float(draft_s[0]),
-        float(verify_s[0]),
-        float(host_s[0]),
-        speeds[1:],
-    )
+    length, speed = (Estimate.of(float(each[0]), each[1:], num_prompts) for each in (lengths, speeds))
+    return Measured(length, speed, float(draft_s[0]), float(verify_s[0]), float(host_s[0]), speeds[1:])
 
 
 def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1) -> Estimate:
@@ -124,11 +113,7 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
 def _averages(
     nodes: int, times: NDArray[np.float64], prompts: NDArray[np.int64], weights: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Average ``times`` [steps] where each counts as often as its prompt in each row of ``weights`` [rows, prompts].
-
-    ``prompts`` int64 [steps]; gives float64 [rows], NaN for a row without steps: a mean where steps differ by their
-    trees, else a median.
-    """
+    """Average ``times`` [steps] by each row of ``weights`` [rows, prompts]: the mean where trees differ, or median."""
     average = np.median if nodes else np.mean
     repeated = (np.repeat(times, counts[prompts]) for counts in weights)
     return np.array([average(each) if len(each) else np.nan for each in repeated])

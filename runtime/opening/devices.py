@@ -21,10 +21,7 @@ _INSTRUCTIONS = {
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """Read a device such as "cuda:1" or "cpu"; None is the first GPU where there is one, else the CPU.
-
-    Raises `UsageError` for an unknown name, and for a device that is not there.
-    """
+    """Read a device; None is the first GPU, else the CPU. Raises `UsageError` for one that is not there."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -51,9 +48,9 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def dtype_on_cpu(config: Any) -> torch.dtype | str:
     """Return the type to load a causal language model in: float32, or "auto" for that of its files.
 
-    ``config``: transformers' own, which names the type of the files. Float32 is for 16-bit files that this CPU has no
-    instructions for, as every product would be widened first. Where it does not fit into 0.9 of the free memory, a
-    `SpeedWarning` says so. The processor's speed is not asked for, so that one machine always gives one text.
+    Float32 is for 16-bit files that this CPU has no instructions for, as every product would be widened first. Where
+    it does not fit into 0.9 of the free memory, a `SpeedWarning` says so. The processor's speed is not asked for, so
+    that one machine always gives one text.
     """
     stored = getattr(config, "dtype", None)
     if stored not in _INSTRUCTIONS or _INSTRUCTIONS[stored] & cpu_instructions():
@@ -77,8 +74,8 @@ def dtype_on_cpu(config: Any) -> torch.dtype | str:
 @cache
 def cpu_instructions() -> frozenset[str]:
     """Read the names of this CPU's instruction sets from Linux; empty where it lists none."""
-    text = _read(Path("/proc/cpuinfo"))
-    return frozenset(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)).split())
+    found = re.findall(r"^(?:flags|Features)\s*:(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return frozenset(" ".join(found).split())
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:

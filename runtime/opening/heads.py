@@ -33,16 +33,14 @@ class OpenedHead:
 
     head: DraftHead
     ranks: DraftVocab | None = None
-    """The ranking in the manifest; None without one."""
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target; None where the head does not name it."""
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
-    """Folder of a converted head."""
     is_embedded: bool = False
-    """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
+    """Whether it is the unconverted head that the package carries."""
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
@@ -82,10 +80,7 @@ class OpenedHead:
         return np.argsort(place[draft_ids], kind="stable")
 
     def target_location(self, revision: str | None = None) -> str | Path:
-        """Return the folder or repository of the target that the head names; the built-in one, if of no revision.
-
-        Raises `UsageError` where it names none, or a folder that cannot be found (`recorded_target`).
-        """
+        """Return the folder or repository of the target that the head names. Raises `UsageError` for none."""
         if self.target_name is not None:
             is_built_in = self.target_name == EMBEDDED_TARGET_REPO and revision is None
             return embedded_target_folder() if is_built_in else self.target_name
@@ -129,10 +124,8 @@ def open_head(
         if source.manifest is None:
             head = published.open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
         elif is_told:
-            raise UsageError(
-                f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
-                "tap_layers and d2t_form out."
-            )
+            problem = "is a converted head, whose manifest says which tap layers and map form it has"
+            raise UsageError(f"{head} {problem}. Leave tap_layers and d2t_form out.")
         else:
             head = Artifact.load(source)
     if isinstance(head, Artifact):

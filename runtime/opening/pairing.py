@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
@@ -14,10 +15,7 @@ from .heads import OpenedHead
 
 
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
-    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2).
-
-    Raises `MismatchError` where the head's configuration contradicts itself, or names a layer that the target lacks.
-    """
+    """Return the decoder layers whose inputs the head reads; None for the last hidden state. Raises as `taps`."""
     taps = head.taps(num_layers)
     if head.kind == "eagle" or taps == ():
         return None
@@ -25,17 +23,11 @@ def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | No
 
 
 def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
-    """Compare a head with a target's (text) configuration.
-
-    Raises `PairingError`, naming the value of both sides, when hidden sizes or vocabularies differ, when a draft id is
-    outside the target's vocabulary, or when a tap layer is not one of the target's.
-    """
+    """Raise `PairingError`, naming both sides' values, for a head that does not fit a target's (text) configuration."""
     hidden, vocab = int(text_config.hidden_size), int(text_config.vocab_size)
-    layers = int(text_config.num_hidden_layers)
-    where = f"Head {head.location} and target {target_name} do not belong together"
     problem = None
     highest = -1 if head.draft_ids_to_target is None else int(head.draft_ids_to_target.max())
-    taps = resolve_tap_layers(head, layers)
+    taps = resolve_tap_layers(head, int(text_config.num_hidden_layers))
     fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
     if head.target_hidden_size != hidden:
         problem = f"the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}"
@@ -47,6 +39,7 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
     elif taps is not None and fc_columns not in (None, len(taps) * hidden):
         problem = f"fc.weight takes {fc_columns} features, and {len(taps)} tap layers of width {hidden} give other ones"
     if problem is not None:
+        where = f"Head {head.location} and target {target_name} do not belong together"
         raise PairingError(f"{where}: {problem}. Give the target that the head was trained for.")
 
 
@@ -60,26 +53,17 @@ def check_tokenizer(made_with: str | None, target_hash: str | None, what: str, t
 
 
 def check_tokenizers(head: OpenedHead, target_name: str, target_hash: str | None, given: Any | None) -> str | None:
-    """Check the hash of the target's tokenizer, and the ``given`` tokenizer, against the one that a head was made with.
-
-    Returns the hash of the tokenizer that ids belong to; None if nothing tells it. Raises `PairingError`.
-    """
-    known = (target_hash, hash_of_source(given) if given is not None else None)
-    for found in known:
+    """Check the target's and the ``given`` tokenizer against the head's; return the hash of the one that counts."""
+    given_hash, source = None, getattr(given, "name_or_path", None)
+    # Its files may not be on this machine.
+    with suppress(TokenizerError):
+        given_hash = load_tokenizer(source, offline=True).tokenizer_hash if source else None
+    for found in (target_hash, given_hash):
         check_tokenizer(head.tokenizer_hash, found, head.head.location, target_name)
-    return known[1] or known[0] or head.tokenizer_hash
+    return given_hash or target_hash or head.tokenizer_hash
 
 
 def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -> None:
     """Raise `PairingError` when a `DraftVocab` says that it was made with another tokenizer than the target's."""
     made_with = getattr(vocab, "provenance", {}).get("tokenizer_hash")
     check_tokenizer(made_with, target_hash, "The draft vocabulary", target_name)
-
-
-def hash_of_source(tokenizer: Any) -> str | None:
-    """Hash of the files that a transformers tokenizer was loaded from; None where they cannot be found here."""
-    source = getattr(tokenizer, "name_or_path", None)
-    try:
-        return load_tokenizer(source, offline=True).tokenizer_hash if source else None
-    except TokenizerError:
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from eagle_slim.vocab_tools.errors import EagleSlimError
@@ -25,7 +25,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Name the target in the errors of transformers, which has no class of its own for them."""
     keep_limit()
     try:
         yield
@@ -87,8 +86,7 @@ def choose_form(
 ) -> Fp8Form | None:
     """Return how a target's weights are in FP8: as published, or quantised where ``target_weights`` asks; None: not.
 
-    ``config``: transformers' own; a ``quantization_config`` that quantises nothing is taken out of it. Raises
-    `TargetError` for weights quantised otherwise, and for published FP8 where it cannot run.
+    A ``quantization_config`` that is read or quantises nothing leaves ``config``. Raises `TargetError` for other forms.
     """
     from transformers.utils import cached_file, has_file
 
@@ -117,11 +115,7 @@ def load_target(
     config: Any = None,
     form: Fp8Form | None = None,
 ) -> nn.Module:
-    """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
-
-    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: that of `load_target_config`, needed for
-    FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
-    """
+    """Load a causal LM in evaluation mode. Raises `TargetError`, and `DeviceMemoryError` where it does not fit."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_peft_available
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -132,9 +126,8 @@ def load_target(
         wanted = dtype or config.dtype
         reason = _unfit_for_fp8(device, wanted) if wanted else "names no type in its config.json"
         if reason is not None:
-            raise TargetError(
-                f"Target {target}, whose weights are to be in FP8, {reason}. Load it with dtype='bfloat16'."
-            )
+            name = f"Target {target}, whose weights are to be in FP8,"
+            raise TargetError(f"{name} {reason}. Load it with dtype='bfloat16'.")
     try:
         with _naming(target):
             takes_adapters = form is None and is_peft_available()
@@ -166,8 +159,7 @@ def load_target(
                 raise ValueError(f"{len(left)} tensors, such as {min(left)}, {problem}")
         needed = sum(weight.nbytes for weight in model.parameters())
         weights = f"{needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}"
-        moved: nn.Module = model.to(device).eval()
-        return moved
+        return cast(nn.Module, model.to(device).eval())
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
     raise DeviceMemoryError(

@@ -33,7 +33,6 @@ class OpenedTarget:
     revision: str | None = None
     offline: bool = False
     form: Fp8Form | None = None
-    """The form of weights in FP8; None for any other weights."""
     name: str | None = None
     """Repository, or name of the folder, for reports; None: as the head says."""
 
@@ -72,9 +71,9 @@ def open_target(
         target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or "auto":
             fused on a GPU where the model is exactly of a class that it knows.
 
-    Raises `UsageError` for an option that cannot be or that a loaded target does not have, and where no such folder is;
-    `TargetError` without a configuration, and for weights that cannot run here; `UnsupportedModelError` for a loaded
-    model that cannot verify trees.
+    Raises `UsageError` for an option that cannot be, and where no such folder is; `TargetError` without a
+    configuration, and for weights that cannot run here; `UnsupportedModelError` for a loaded model that cannot verify
+    trees.
     """
     if transformers.__version__.startswith("4."):
         raise UsageError(
@@ -99,11 +98,7 @@ def open_target(
 def read_place(
     target: object, dtype: torch.dtype | str, device: torch.device | str | None, target_weights: str
 ) -> tuple[torch.device, torch.dtype | None]:
-    """Read device and type of a target before it is opened; type None: that of its files.
-
-    Raises `UsageError` for what cannot be, and where a loaded target is of another type or elsewhere;
-    `UnsupportedModelError` for a loaded one that cannot verify trees.
-    """
+    """Read device and type of a target before it is opened; type None: that of its files. Raises as `open_target`."""
     wanted = read_dtype(dtype)
     if isinstance(target, nn.Module):
         check_supported(target)
@@ -112,9 +107,8 @@ def read_place(
             raise UsageError(f"dtype = {wanted}, but the loaded target is in {weight.dtype}. Leave dtype out.")
         place = weight.device if device is None else choose_device(device)
         if place.type != weight.device.type or place.index not in (None, weight.device.index):
-            raise UsageError(
-                f"device = {str(device)!r}, but the loaded target is on {weight.device}. Leave device out."
-            )
+            problem = f"but the loaded target is on {weight.device}. Leave device out."
+            raise UsageError(f"device = {str(device)!r}, {problem}")
         place, wanted = weight.device, weight.dtype
     elif target is None or isinstance(target, (str, Path)):
         place = choose_device(device)

@@ -17,15 +17,12 @@ from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packing import Weights
 from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, explain_unknown, misfit
 from ..model import SpeculativeModel
-from ..settings import TreeConfig
+from ..settings import TreeConfig, check_tree
 from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
-_NO_OPTIONS = {"fallback", "overwrite", "use_triton_drafter"}
-"""Options of other drafters, which the table of names has."""
 MAX_KEPT = 4
-"""Drafters that are kept with a model: those used last."""
 _registered: dict[str, dict[str, Any]] = {}
 
 
@@ -35,10 +32,9 @@ def register_triton_backend(
 ) -> None:
     """Register a drafting backend for `frontier_generate`, under any name but "reference".
 
-    ``draft``: a `DraftFunction`, or None for the persistent kernel, whose matrices ``draft_weights`` "fp8" stores in
-    FP8. "triton" can be given other options, not another function; what is registered already may be registered again.
-    Raises `UsageError` for a name that is taken by something else (`unregister_backend`) or no name at all, what cannot
-    be called, weights beside a function, and any other option.
+    ``draft``: a `DraftFunction`, or None for the persistent kernel, with its ``draft_weights``. "triton" can be given
+    other options, not another function. Raises `UsageError` for a name that is taken by something else
+    (`unregister_backend`) or no name at all, what cannot be called, and weights beside a function.
     """
     if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
         raise misfit("name", "neither empty nor that of a built-in backend", name)
@@ -82,14 +78,13 @@ def frontier_generate(
     ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
     EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
     int64 [1, seq]; ``top_p=0.0`` and ``top_k=0`` are off, as there. Afterwards the EaModel's methods are upstream's
-    again. The four drafters used last are kept with the model, and built again after that was moved to another device
-    or type, or got another ``ea_layer`` or base model. Raises `UsageError` for an unknown backend or model, and a head
-    beside one that has its own; `DrafterError` where it cannot run.
+    again. The four drafters used last are kept with the model, and built again after that was moved or got other parts.
+    Raises `UsageError` for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it
+    cannot run.
 
-    Without a target, a `DrafterConfig` takes the model's place, and ``features_concat`` that of the ids (by name or by
-    place). They, ``weights`` and ``bufs``, which holds the new tokens, are those of `launch_drafter`, and so are result
-    and errors; `UsageError` for one of the three missing, for anything else beside them, and for a backend in FP8 with
-    a configuration that is not.
+    Without a target, a `DrafterConfig` takes the model's place, and ``features_concat`` that of the ids. They,
+    ``weights`` and ``bufs``, which holds the new tokens, are those of `launch_drafter`, and so are result and errors;
+    `UsageError` where they are not complete, or not alone.
     """
     check_choice("backend", backend, registered_backends())
     how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})
@@ -121,15 +116,15 @@ def _generate(
     tree: TreeConfig | None,
     options: dict[str, Any],
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
-    for name in _NO_OPTIONS & options.keys():
+    # Options of other drafters.
+    for name in {"fallback", "overwrite", "use_triton_drafter"} & options.keys():
         raise UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
+    # Zeros are off, as upstream says it; here top_p = 1.0 and an integer are.
     if isinstance(options.get("top_k"), float) and options["top_k"] == 0:
-        # Off, as upstream's default says it.
         options["top_k"] = 0
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
         if options.get("top_p") == 0:
-            # Off, as upstream says it; 1.0 is off here.
             options["top_p"] = 1.0
         return built.generate(input_ids, **options)
     built.apply()
@@ -153,11 +148,10 @@ def fused_draft_token_generation(
     tree: TreeConfig | None = None,
     **options: Any,
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
-    """Generate with a transformers model and its draft head, or with an EaModel, the whole step on the GPU: one call.
+    """Generate as `frontier_generate`, the whole step on the GPU; ``model`` may also be what `from_pretrained` loads.
 
-    As `frontier_generate`; ``model`` may also be what `SpeculativeModel.from_pretrained` loads, at every call. Raises
-    `GPUAssertionError` unless ``drafter`` is "reference" or there is an NVIDIA GPU of sm_80 or later with the model on
-    it; `UsageError` for what a `SpeculativeModel` or an EaModel has already, and as `from_pretrained` and `generate`.
+    Raises `GPUAssertionError` unless ``drafter`` is "reference" or there is an NVIDIA GPU of sm_80 or later with the
+    model on it; `UsageError` for what a `SpeculativeModel` or an EaModel has already.
     """
     device = (_place(model) or [torch.device("cuda")])[0]
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
@@ -184,8 +178,8 @@ class _Kept(dict[Any, Any]):
 
 def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: Any) -> Any:
     """Return the `SpeculativeModel`, or the `EaModelPatch`, that drafts as ``how`` says; kept with a loaded model."""
-    if not isinstance(tree, TreeConfig | None):
-        raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
+    if tree is not None:
+        check_tree(tree)
     build: Any = SpeculativeModel.from_pretrained
     given = {"target": model, "head": head, "draft_vocab": draft_vocab, "tree": tree, **how}
     if isinstance(model, SpeculativeModel) or is_ea_model(model):

@@ -9,7 +9,7 @@ of token t with the token after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,27 +29,20 @@ from .rebind import rebind, restore
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]
 """``topK_genrate``'s four values: draft_tokens int64 [1, nodes], retrieve_indices int64 [leaves, longest path] and
 tree_mask float32 [1, 1, nodes, nodes], both on the CPU, tree_position_ids int64 [nodes]."""
-
 StableKV = tuple[tuple[Tensor, Tensor]]
 """Upstream's ``stable_kv``: keys and values of the head's layer, each [1, kv_heads, length, head_dim]."""
-
 _FIRST_CAPACITY = 2048
 
 
 @contextmanager
 def on_buffers(device: torch.device) -> Iterator[None]:
-    """Work on buffers of a device, without the caller's autocast and outside inference mode: made in it, buffers could
-    not be written to elsewhere."""
+    """Work on buffers of a device, without the caller's autocast, and outside inference mode, whose tensors stay so."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
         yield
 
 
 class LayerPatch:
-    """Drafts for one ``ea_layer``: one sequence, in buffers that grow with it.
-
-    `apply` puts the methods in place, `remove` takes them away; both take no time. `reserve` and `launch` are for a
-    block `on_buffers`. Raises as `Drafter.on_slots`; `DrafterError` when a draft's grid barrier timed out.
-    """
+    """Drafts for one ``ea_layer``, in buffers that grow; `reserve` and `launch` are for a block `on_buffers`."""
 
     def __init__(self, layer: Any, lm_head: Any, drafter: Drafter) -> None:
         self.layer, self.lm_head, self.kind = layer, lm_head, kind_of(layer)
@@ -82,7 +75,6 @@ class LayerPatch:
         restore(self.layer)
 
     def _check(self, hidden_states: Tensor, input_ids: Tensor, head: Any) -> None:
-        """Raise `UsageError` for features and ids that do not fit each other, `DrafterError` for a moved model."""
         new = input_ids.shape[-1] - 1 - self.length
         if new < 1 or hidden_states.shape[:-1] != (1, new) or input_ids.shape[:-1] != (1,):
             raise UsageError(
@@ -118,7 +110,6 @@ class LayerPatch:
         return self.drafter.bufs
 
     def _follow(self, tree: TreeConfig) -> None:
-        """Draft trees of this shape from now on; the KV cache is kept."""
         if tree != self.tree:
             kv, self.spec = self._read_kv(), self.spec.like(self.head, tree)
             self._allocate(_FIRST_CAPACITY)
@@ -159,12 +150,9 @@ class LayerPatch:
 
     def launch(self) -> None:
         """Draft from what the buffers hold, without waiting; ``length`` is the caller's to advance."""
-        if self.head.device.type != "cuda" or self.drafter.waits:
-            self._draft()
-            return
-        if self._graph is None:
+        if self._graph is None and self.head.device.type == "cuda" and not self.drafter.waits:
             self._graph = captured(self._draft)
-        self._graph()
+        (self._graph or self._draft)()
 
     def _draft(self) -> None:
         self.drafter.draft()
@@ -182,19 +170,12 @@ class LayerPatch:
             check_finished(self.bufs)
         num_leaves, positions = host[1:2], host[2 : 2 + nodes]
         retrieve, mask = host[2 + nodes :].split([nodes * width, nodes * nodes])
-        tree = DraftTree(
-            self.bufs.draft_tokens,
-            self.bufs.parents,
-            mask.view(1, 1, nodes, nodes),
-            positions[None],
-            retrieve.view(1, nodes, width),
-            num_leaves,
-        )
+        mask, retrieve, tokens = mask.view(1, 1, nodes, nodes), retrieve.view(1, nodes, width), self.bufs.draft_tokens
+        tree = DraftTree(tokens, self.bufs.parents, mask, positions[None], retrieve, num_leaves)
         tokens, paths, tree_mask, _ = tree.to_upstream(sampling=sampling)
         return tokens.clone(), paths.clone(), tree_mask, self.bufs.tree_position_ids[0].clone()
 
     def _read_kv(self) -> StableKV | None:
-        """Copy the KV cache; None when it is empty."""
         if self.length == 0:
             return None
         with on_buffers(self.head.device):
@@ -207,17 +188,14 @@ class LayerPatch:
             self.length = 0
             return
         _, kv_heads, _, head_dim = self.bufs.keys.shape
-        try:
+        fits = False
+        with suppress(TypeError, ValueError, AttributeError, IndexError):
             ((keys, values),) = kv
             length = keys.shape[2]
             fits = keys.shape == values.shape == (1, kv_heads, length, head_dim)
-        except (TypeError, ValueError, AttributeError, IndexError):
-            fits = False
         if not fits:
-            raise UsageError(
-                f"stable_kv must be None or ((keys, values),), both [1, {kv_heads}, length, {head_dim}], as "
-                "topK_genrate leaves it."
-            )
+            shape = f"[1, {kv_heads}, length, {head_dim}]"
+            raise UsageError(f"stable_kv must be None or ((keys, values),), both {shape}, as topK_genrate leaves it.")
         with on_buffers(self.head.device):
             self.reserve(length)
             self.bufs.keys[:, :, :length] = keys
@@ -226,10 +204,7 @@ class LayerPatch:
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """Record work on the current GPU into a graph and return what replays it.
-
-    It runs once before, and again when replayed, so twice with the same inputs it must give the same.
-    """
+    """Record work on the current GPU into a graph, after running it once, and return what replays it."""
     with side_stream():
         run()
     return GraphPool().capture(run)

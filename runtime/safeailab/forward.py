@@ -1,8 +1,7 @@
 """The fused forward over an `EaModel`'s own base model: verification of a draft tree in upstream's KV cache.
 
-Upstream's base models are transformers' Llama, Qwen2 and Qwen3 with another cache, so that `FusedTarget` reads their
-weights, and their cache holds for each layer what `KVCache` does: keys and values [1, kv_heads, max_length, head_dim].
-Prompts go through upstream's own forward, trees through this one, which a CUDA graph holds.
+Upstream's base models are transformers' with another cache, which holds for each layer what `KVCache` does. Prompts go
+through upstream's own forward, trees through this one, which a CUDA graph holds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
-from ..target.cache import ForwardBuffers, KVCache
+from ..target.cache import KVCache
 from ..target.fused import FusedTarget
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
@@ -32,10 +31,7 @@ _BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def take_forward(asked: str, model: Any, ops: Ops) -> tuple[Choice, FusedTarget | None]:
-    """Choose the forward that verifies trees, and build it where it is "fused"; "upstream" is the base model's own.
-
-    The base model's matrices become views of packed ones. Raises as `choose_forward`.
-    """
+    """Choose the forward that verifies trees, and build it where it is "fused". Raises as `choose_forward`."""
     base = model.base_model
     device = base.lm_head.weight.device
     choice = choose_forward(asked, "upstream", lambda: _unfit_reason(model), device)
@@ -48,9 +44,9 @@ def take_forward(asked: str, model: Any, ops: Ops) -> tuple[Choice, FusedTarget 
 class TreeForward:
     """A forward over the tree of one sequence, captured where there is a GPU.
 
-    ``data`` is upstream's cache, [2 * layers, 1, kv_heads, max_length, head_dim], keys and values in turn; ``trees``
-    lies in the drafter's buffers, ``lengths`` int32 [1] are the committed rows. `run` writes ``logits`` [nodes, vocab]
-    and ``features`` [nodes, feature_width]. Raises `UsageError` for a tree that the attention kernel cannot take.
+    ``data``: upstream's cache, [2 * layers, 1, kv_heads, max_length, head_dim], keys and values in turn. ``lengths``:
+    int32 [1], committed rows. `run` writes ``logits`` [nodes, vocab] and ``features`` [nodes, feature_width]. Raises
+    `UsageError` for a tree that the attention kernel cannot take.
     """
 
     def __init__(self, target: FusedTarget, data: Tensor, tree: TreeConfig, trees: Trees, lengths: Tensor) -> None:
@@ -64,19 +60,16 @@ class TreeForward:
         self._target, self._trees = target, trees
         self._cache = KVCache.over(data[0::2], data[1::2])
         self._rows = ForwardRows.allocate(1, nodes, lengths, is_path=tree.top_k == 1)
-        self._bufs: ForwardBuffers = target.new_buffers(1, nodes, nodes, self._cache.capacity)
+        self._bufs = target.new_buffers(1, nodes, nodes, self._cache.capacity)
         self.logits, self.features = self._bufs.logits, self._bufs.features
         self._replay: Callable[[], None] | None = None
         target.reserve_positions(self._cache.capacity)
 
     def run(self) -> None:
         """Run the target over the tree, without waiting; writes the tree's rows after the committed ones."""
-        if not self.data.is_cuda:
-            self._forward()
-            return
-        if self._replay is None:
+        if self._replay is None and self.data.is_cuda:
             self._replay = captured(self._forward)
-        self._replay()
+        (self._replay or self._forward)()
 
     def _forward(self) -> None:
         self._target.ops(tree_rows)(self._trees, self._rows)
@@ -91,7 +84,6 @@ def _tap_layers(model: Any) -> tuple[int, ...] | None:
 
 
 def _unfit_reason(model: Any) -> str | None:
-    """Return why a base model is not fused, as the end of a sentence; None if it can be."""
     base, taps = model.base_model, _tap_layers(model)
     name = type(base).__name__
     if name not in _BASES:

@@ -37,31 +37,24 @@ def patch_ea_model_with_triton_drafter(
         output_ids = model.eagenerate(input_ids, max_new_tokens=256)
         unpatch_ea_model(model)
 
-    ``model.ea_layer.topK_genrate`` answers with upstream's four values in upstream's shapes, types and order; of equal
-    scores the lower candidate wins. Weights are taken from the model's own tensors, now: what is loaded into the model
-    later does not count until it is patched again. ``reset_kv`` and ``stable_kv`` keep their meaning, and ``depth``,
-    ``top_k`` and ``total_tokens`` may be changed at any time.
+    ``model.ea_layer.topK_genrate`` answers as upstream's; of equal scores the lower candidate wins. Weights are taken
+    from the model's own tensors, now: what is loaded into the model later does not count until it is patched again.
+    ``reset_kv`` and ``stable_kv`` keep their meaning, and ``depth``, ``top_k`` and ``total_tokens`` may be changed.
 
     Args:
         model: a loaded EaModel, with an EAGLE-3 head (cnets.Model) or an EAGLE-1/2 one (cnets1.Model), on one device.
-        draft_vocab: ids to draft over: a number of the best by ``counts`` or ``token_map``, a `DraftVocab`, or the path
-            of one or of a token map; None takes all the head has.
+        draft_vocab: number of the best ids by ``counts`` or ``token_map``, a `DraftVocab`, or a path; None takes all.
         counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
-        tokenizer: with counts, the target's tokenizer: a folder or repository that is on this machine, or what
-            `load_tokenizer` gives; None is the one of the model's own folder.
+        tokenizer: with counts, the target's, or its folder on this machine; None is the one of the model's own folder.
         use_triton: False is ``drafter="reference"``.
         drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: no EaModel, one that is patched already, a vocabulary that does not fit (`choose_ids`), or
-            ``use_triton=False`` beside a drafter of your own.
-        UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
-        DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
+    Returns the model. Raises `UsageError` for no EaModel, one that is patched already, a vocabulary that does not fit
+    (`choose_ids`), or ``use_triton=False`` beside a drafter of your own; `UnsupportedModelError` for a model on several
+    devices or a head outside what can be drafted with; `DrafterError` for "triton" without an NVIDIA GPU and without
+    ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
     """
     if not use_triton:
         if drafter not in BACKENDS:
@@ -69,16 +62,8 @@ def patch_ea_model_with_triton_drafter(
                 "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out."
             )
         drafter = "reference"
-    EaModelPatch(
-        model,
-        drafter,
-        draft_weights,
-        None,
-        draft_vocab=draft_vocab,
-        counts=counts,
-        token_map=token_map,
-        tokenizer=tokenizer,
-    ).apply()
+    vocabulary = {"draft_vocab": draft_vocab, "counts": counts, "token_map": token_map, "tokenizer": tokenizer}
+    EaModelPatch(model, drafter, draft_weights, None, **vocabulary).apply()
     return model
 
 
@@ -102,36 +87,26 @@ def patch_eagle_model(
         unpatch_eagle_model(model)
 
     Beyond `patch_ea_model_with_triton_drafter`: the base model's forward over a tree, in upstream's own KV cache, the
-    choice of tokens, greedy and sampled, the acceptance, and the copying of the accepted path. ``eagenerate`` and
-    ``ea_generate`` remain upstream's code. Greedy text is the same up to rounding; sampled text has the same
-    distribution, from other random numbers (`torch.manual_seed`). ``naivegenerate``, ``naive_generate`` and a prompt's
-    forward are as they were. Only this object changes.
+    choice of tokens, the acceptance, and the copying of the accepted path. Greedy text is the same up to rounding;
+    sampled text has the same distribution, from other random numbers (`torch.manual_seed`). Plain generation and a
+    prompt's forward are as they were.
 
     ``target_backend``: "fused" verifies trees with our forward over the base model's weights (Llama, Qwen2, Qwen3),
     "upstream" with the base model's own; "auto" takes the fused one on a GPU where it can run. Raises
     `UnsupportedModelError`, with the reason, for "fused" where it cannot. Other arguments, result and errors are those
     of `patch_ea_model_with_triton_drafter`.
     """
-    EaModelPatch(
-        model,
-        drafter,
-        draft_weights,
-        target_backend,
-        draft_vocab=draft_vocab,
-        counts=counts,
-        token_map=token_map,
-        tokenizer=tokenizer,
-    ).apply()
+    vocabulary = {"draft_vocab": draft_vocab, "counts": counts, "token_map": token_map, "tokenizer": tokenizer}
+    EaModelPatch(model, drafter, draft_weights, target_backend, **vocabulary).apply()
     return model
 
 
 def unpatch_ea_model(model: Any) -> Any:
     """Undo `patch_ea_model_with_triton_drafter` or `patch_eagle_model` and return the model.
 
-    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included (matrices
-    that the fused forward packed side by side stay so, as views: same parameters, same values). After
-    `patch_eagle_model`, so are a base model and an ``ea_layer`` that it had then and were replaced since. A model that
-    is not patched is returned as it is. Raises `UsageError` for non-EaModel objects.
+    The object is exactly what it was (matrices that the fused forward packed side by side stay so, as views), and so is
+    an ``ea_layer`` that was replaced since. A model that is not patched is returned as it is. Raises `UsageError` for
+    anything but an EaModel.
     """
     if not is_ea_model(model):
         check_ea_model(model)
@@ -148,11 +123,7 @@ unpatch_eagle_model = unpatch_ea_model
 
 
 class EaModelPatch:
-    """A patch that can be put on and taken off at no cost: the drafter is built once.
-
-    ``target_backend`` None patches the drafter alone; ``vocabulary``: arguments of `choose_ids`; others as the
-    functions'.
-    """
+    """A patch that is put on and taken off at no cost; ``target_backend`` None patches the drafter alone."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""Reading an `EaModel`: its kind of head, the head's tensors as `HeadWeights`, and refusals.
-
-Recognised by attributes, as `eagle/model/ea_model.py`, `cnets.py` (EAGLE-3) and `cnets1.py` (EAGLE-1/2) of
-SafeAILab/EAGLE name them.
-"""
+"""Reading an `EaModel`: its kind of head, the head's tensors as `HeadWeights`, and refusals."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ def check_ea_model(model: Any) -> None:
 
 
 def kind_of(layer: Any) -> str:
-    """Say "eagle3" (cnets.Model) or "eagle" (cnets1.Model).
-
-    Raises `UnsupportedModelError` for neither, and for a head of several decoder layers.
-    """
+    """Return "eagle3" (cnets.Model) or "eagle" (cnets1.Model). Raises `UnsupportedModelError` for neither."""
     if hasattr(layer, "midlayer") and hasattr(layer, "lm_head") and hasattr(layer, "norm"):
         return "eagle3"
     if len(getattr(layer, "layers", ())) != 1:
@@ -70,10 +63,7 @@ def tree_of(layer: Any) -> TreeConfig:
 
 
 def trained_ids(model: Any) -> NDArray[np.int64]:
-    """Return the target id of every row of the head's LM head, in its order: int64 [rows].
-
-    Raises `PairingError` for a ``d2t`` whose ids repeat or lie outside the vocabulary.
-    """
+    """Return the target id of every row of the LM head: int64 [rows]. Raises `PairingError` for a wrong ``d2t``."""
     layer = model.ea_layer
     rows = _lm_head(model).shape[0]
     vocab = layer.embed_tokens.weight.shape[0]
@@ -131,10 +121,7 @@ def _lm_head(model: Any) -> Tensor:
 
 
 def rotary_of(module: Any, device: torch.device) -> RotaryEmbedding:
-    """Recompute the frequencies in fp32: the module's own buffers were rounded to the model's type with its weights.
-
-    Raises `UnsupportedModelError` for RoPE that changes with length.
-    """
+    """Recompute the frequencies in fp32: the module's own buffers were rounded to the model's type with its weights."""
     if "Dynamic" in type(module).__name__:
         raise UnsupportedModelError(
             "The head uses dynamic RoPE scaling, which recomputes frequencies as the text grows, so keys already "

@@ -1,8 +1,8 @@
 """Give one object other methods, and take them back.
 
 The object's class becomes a subclass of its own, made for it alone; what the methods remember lies in that subclass. So
-nothing is written to the object's ``__dict__``, other objects of its class are untouched, `isinstance` still holds, and
-`restore` leaves no trace. A copy or a pickle of the object is of its own class, without the methods.
+nothing is written to the object's ``__dict__``, other objects of its class are untouched, and `isinstance` still holds.
+A copy or a pickle of the object is of its own class, without the methods.
 """
 
 from __future__ import annotations

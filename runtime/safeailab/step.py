@@ -6,12 +6,11 @@
 * ``tree_decoding``: the fused forward over the tree in upstream's KV cache (`forward`), or the base model's own; both
   without gathering the logits of every path ([leaves, depth, vocabulary]);
 * ``evaluate_posterior``: the target's choice at every node, greedy or sampled, and the walk down the tree;
-* ``update_inference_inputs``: keys, values and features of the path move by one kernel each, the next draft starts
-  after them on the device, and only then the host waits for the accepted tokens, once a pass.
+* ``update_inference_inputs``: keys, values and features of the path move, the next draft starts after them on the
+  device, and only then the host waits for the accepted tokens, once a pass.
 
-Sampled, a node's choice is drawn from the target's own distribution, and the walk goes on where it is a drafted child.
-Upstream tries the children one after another, each with its share of the probability that is left, which accepts each
-with the same probability: the text has the same distribution, from other random numbers.
+Sampled, a node's choice is drawn from the target's own distribution, and the walk goes on where it is a drafted child,
+each with the probability with which upstream accepts it.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ _SHARED = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", 
 
 
 class _Tensors:
-    """Tensors of a step beside the drafter's buffers, whose inputs it shares."""
-
     def __init__(self, bufs: Buffers, tree: TreeConfig, vocab: int) -> None:
         device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
@@ -65,15 +62,10 @@ class _Tensors:
         self.scratch = choice_scratch(1, nodes, vocab, device)
         self.first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self.record = torch.empty(self.state.record.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        """The state's record on the host, in pinned memory where there is a GPU."""
 
 
 class StepPatch:
-    """The step of one `EaModel`; its ``layer_patch`` drafts from buffers.
-
-    ``target_backend``: as `take_forward`; ``backend`` is the choice. Raises as that, and `UnsupportedModelError` for a
-    model whose loops do not call what is replaced.
-    """
+    """The step of one `EaModel`. Raises as `take_forward`, and `UnsupportedModelError` where it cannot be replaced."""
 
     def __init__(self, model: Any, layer_patch: LayerPatch, target_backend: str = "auto") -> None:
         self.model, self.layer_patch = model, layer_patch
@@ -86,7 +78,6 @@ class StepPatch:
         self._tensors: _Tensors | None = None
 
     def _take_base_model(self) -> None:
-        """Choose and build the forward that verifies, over the base model as it is now."""
         self.backend, self._target = take_forward(self._asked, self.model, self.ops)
         self._forward: TreeForward | None = None
         # Packing has made views of some weights: looked at afterwards. What upstream's loops set is no change.
@@ -129,10 +120,7 @@ class StepPatch:
         input_ids: Tensor,
         retrieve_indices: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], its outputs.
-
-        The fused forward has no outputs beside these, and reads the tree from the drafter's buffers.
-        """
+        """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], upstream's outputs."""
         drafting = self.layer_patch
         with on_buffers(self._device):
             # The next draft's pairs, so that nothing has to grow between the walk and that draft.
@@ -239,7 +227,7 @@ def step_of(model: object) -> StepPatch | None:
 
 
 def _check_loop(model_class: type, name: str) -> None:
-    """Refuse a loop that does not call what is replaced: its text would not change, or not as a whole."""
+    """Refuse a loop that does not call what is replaced."""
     loop: Any = getattr(model_class, name, None)
     code = getattr(inspect.unwrap(loop), "__code__", None)
     missing = [called for called in _REPLACED if code is None or called not in code.co_names]
