@@ -130,9 +130,8 @@ def head_from_checkpoint(
     stated = flat.get("vocab_size")
     vocab = stated if t2d is None else len(t2d)
     if vocab is None or stated not in (None, vocab):
-        problem = f"vocab_size: expected the target's vocabulary size, found {stated}"
-        if t2d is not None:
-            problem += f" and {vocab} entries of t2d"
+        also = "" if t2d is None else f" and {vocab} entries of t2d"
+        problem = f"vocab_size: expected the target's vocabulary size, found {stated}{also}"
         raise MismatchError.at(location, f"{problem}.\nCorrect config.json, or fetch the head again.")
     flat["vocab_size"] = vocab
     if table.kind == "eagle":
