@@ -28,7 +28,6 @@ SIXTEEN = [
 ONE_PROGRAM, BULK = SIXTEEN[4], SIXTEEN[-1]
 THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, sums_all_splits=True)]
 
-
 FP8 = [
     ProductTiles(64, 128, 16, 4, 4),
     ProductTiles(64, 128, 16, 4, 4, ahead=256, cooperative=True),
