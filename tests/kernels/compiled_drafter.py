@@ -139,7 +139,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     parser.add_argument("--fp8", action="store_true", help="FP8 weights")

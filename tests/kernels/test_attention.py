@@ -118,9 +118,7 @@ def check(
     results = []
     for tiles in SHARED:
         states = num_states(keys.shape[2], tiles) * len(qkv) * heads
-        scratch = AttentionScratch(
-            *(torch.full((states * size,), float("nan"), device=device) for size in (head_dim, 2))
-        )
+        scratch = AttentionScratch(*(torch.full((states * size,), torch.nan, device=device) for size in (head_dim, 2)))
         found.fill_(float("nan"))
         # A power of two changes no bit.
         lift = 2.0**60 if results and dtype == torch.float32 else 1.0

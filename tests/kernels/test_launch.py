@@ -37,7 +37,6 @@ def bufs() -> Buffers:
 
 @pytest.fixture(scope="module")
 def step(device: str) -> Problem:
-    """Of the kernel."""
     return problem(random_head(device=device), TreeConfig(2, 3, 12), [5, 3], [2, 1])
 
 
