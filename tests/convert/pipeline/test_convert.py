@@ -280,9 +280,8 @@ def test_norms_over_the_taps_are_carried(tmp_path):
     assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "vocabulary", "words"),
-    [
+def test_what_a_request_cannot_have_is_refused(tmp_path):
+    for options, vocabulary, words in (
         ({"draft_vocab": 8.0}, {}, "--draft-vocab"),
         ({"draft_vocab": True}, {}, "--draft-vocab"),
         ({"draft_vocab": 300}, {"token_map": None, "order": "ids"}, "--tokenizer"),
@@ -295,15 +294,13 @@ def test_norms_over_the_taps_are_carried(tmp_path):
         ({}, {}, "--target"),
         ({"d2t_form": "offset"}, {}, "--d2t-form"),
         ({"out": "", "force": True}, {}, "--out"),
-    ],
-)
-def test_what_a_request_cannot_have_is_refused(tmp_path, options, vocabulary, words):
-    head, ranked = write_eagle3(tmp_path / "head", lm_head=words != "--target"), by_map(tmp_path, RANKED)
-    plain = {"draft_vocab": 8, "out": tmp_path / "out"}
-    with pytest.raises(UsageError) as caught:
-        convert(head, **{**plain, "vocabulary": replace(ranked, **vocabulary), **options})
-    assert words in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    ):
+        head, ranked = write_eagle3(tmp_path / "head", lm_head=words != "--target"), by_map(tmp_path, RANKED)
+        plain = {"draft_vocab": 8, "out": tmp_path / "out"}
+        with pytest.raises(UsageError) as caught:
+            convert(head, **{**plain, "vocabulary": replace(ranked, **vocabulary), **options})
+        assert words in str(caught.value)
+        assert not (tmp_path / "out").exists()
 
 
 def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
