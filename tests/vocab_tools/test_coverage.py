@@ -48,22 +48,15 @@ def test_against_a_loop(documents: list[list[int]], order: list[int], size: int)
 
 
 def test_sources_and_their_weighted_mean() -> None:
-    counts = TokenCounts(
-        (
-            source([1] * 10, [[0, 0, 1, 9], [0]], name="chat", weight=3),
-            source([1] * 10, [[9, 9], [0, 9]], name="code", weight=1),
-        ),
-        None,
-    )
+    chat, code = source([1] * 10, [[0, 0, 1, 9], [0]], "chat", 3), source([1] * 10, [[9, 9], [0, 9]], "code", 1)
+    counts = TokenCounts((chat, code), None)
     report = measure_coverage(vocab([0, 1]), counts)
     # The least covered first.
     assert [entry.name for entry in report.sources] == ["code", "chat", MEAN]
     expected = [1 / 4, 4 / 5, 0.75 * 4 / 5 + 0.25 * 1 / 4]
     assert [entry.coverage[-1] for entry in report.sources] == pytest.approx(expected)
-    code, chat, mean = (entry.error for entry in report.sources)
-    assert chat is not None
-    assert code is not None
-    assert mean == pytest.approx(np.sqrt((0.75 * chat) ** 2 + (0.25 * code) ** 2))
+    of_code, of_chat, of_all = (entry.error for entry in report.sources)
+    assert of_all == pytest.approx(np.sqrt((0.75 * of_chat) ** 2 + (0.25 * of_code) ** 2))
     other = measure_coverage(vocab([0, 1]), counts, weights={"chat": 1})
     assert other.sources[-1].coverage[-1] == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
     with pytest.raises(UsageError, match="prose"):

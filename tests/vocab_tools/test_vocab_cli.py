@@ -154,9 +154,15 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
     assert trained["draft_vocab"] == 280
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_errors_are_one_line_and_leave_nothing(
+    run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    write_folder(tmp_path / "other", byte_level_bpe(300))
+    monkeypatch.chdir(files)
+    places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
+    out = tmp_path / "out.safetensors"
+    for arguments, message in (
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
@@ -171,23 +177,14 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
             ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
             "needs Ray",
         ),
-    ],
-)
-def test_errors_are_one_line_and_leave_nothing(
-    run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    write_folder(tmp_path / "other", byte_level_bpe(300))
-    monkeypatch.chdir(files)
-    places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
-    out = tmp_path / "out.safetensors"
-    done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
-    assert done.code == (1 if "another tokenizer" in message else 2)
-    assert done.err.startswith("error: ")
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert done.out == ""
-    assert not out.exists()
+    ):
+        done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
+        assert done.code == (1 if "another tokenizer" in message else 2)
+        assert done.err.startswith("error: ")
+        assert message in done.err
+        assert len(done.err.strip().splitlines()) == 1
+        assert done.out == ""
+        assert not out.exists()
 
 
 def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: Path) -> None:
@@ -222,20 +219,17 @@ def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_pat
     assert run(command=failing(VocabularyError("a: \x1b[31mred"))).err == "error: a: \\x1b[31mred\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
+def test_exit_codes(run) -> None:
+    for error, code, message in (
         (VocabularyError("bad map"), 1, "error: bad map\n"),
         (KeyboardInterrupt(), 130, "interrupted; nothing half-written is left behind\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device.\n"),
         (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
-    ],
-)
-def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
-    done = run(command=failing(error))
-    assert done.code == code
-    assert done.err.lstrip("\n").startswith(message)
-    assert "Traceback" not in done.err
+    ):
+        done = run(command=failing(error))
+        assert done.code == code
+        assert done.err.lstrip("\n").startswith(message)
+        assert "Traceback" not in done.err
 
 
 def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
