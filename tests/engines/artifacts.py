@@ -63,18 +63,8 @@ class OracleFiles:
         """
         folder = self.folder / "-".join(["artifact", head, str(draft_vocab), *options]).replace(" ", "")
         ranking = () if draft_vocab == "full" else ("--token-map", str(self.token_map))
-        arguments = [
-            str(self.head(head)),
-            "--draft-vocab",
-            str(draft_vocab),
-            *ranking,
-            "--target",
-            str(self.target),
-            "--out",
-            str(folder),
-            "--offline",
-            *options,
-        ]
+        arguments = [str(self.head(head)), "--draft-vocab", str(draft_vocab), *ranking, "--target", str(self.target)]
+        arguments += ["--out", str(folder), "--offline", *options]
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:

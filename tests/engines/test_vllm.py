@@ -40,15 +40,8 @@ MORE_CASES = {
 
 
 def job(files: OracleFiles, head: Path | None, **more: object) -> Json:
-    return {
-        "target": str(files.target),
-        "head": None if head is None else str(head),
-        "prompts": PROMPTS,
-        "k": K,
-        "max_tokens": MAX_TOKENS,
-        "max_model_len": 128,
-        **more,
-    }
+    models = {"target": str(files.target), "head": None if head is None else str(head)}
+    return models | {"prompts": PROMPTS, "k": K, "max_tokens": MAX_TOKENS, "max_model_len": 128, **more}
 
 
 def case(files: OracleFiles, head: str, draft_vocab: int | str, *options: str) -> Json:

@@ -46,21 +46,11 @@ def write_target(
     folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN, shards: int = 1
 ) -> Path:
     """A Hugging Face folder with the tensors that a conversion may read, a tokenizer, and a configuration."""
-    write_folder(
-        folder,
-        byte_level_bpe(TOKENS),
-        generation_config={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
-        eos_token="<|im_end|>",
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": LAYERS,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": tied,
-    }
-    write_json(folder / "config.json", config)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    write_folder(folder, byte_level_bpe(TOKENS), generation_config=ids, eos_token="<|im_end|>")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": tied}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    write_json(folder / "config.json", config | sizes)
     tensors = {"model.embed_tokens.weight": random((VOCAB, hidden), 101, dtype)}
     if not tied:
         tensors["lm_head.weight"] = random((VOCAB, hidden), 102, dtype)
@@ -103,14 +93,10 @@ def eagle3_tensors(
     embedding: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, taps * target_hidden),
-        **layer_shapes("midlayer.", 2 * HIDDEN),
-        "midlayer.input_layernorm.weight": (HIDDEN,),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
-        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * target_hidden)}
+    shapes |= layer_shapes("midlayer.", 2 * HIDDEN)
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    shapes |= {f"{name}.weight": (HIDDEN,) for name in norms}
     if rows is not None:
         shapes["lm_head.weight"] = (rows, HIDDEN)
     if embedding:
@@ -124,14 +110,12 @@ def eagle3_tensors(
 
 def eagle3_config(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
     """A flat config.json; a change of None leaves the key in with null, of `...` takes it out."""
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB,
-        "draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "attention_bias": False,
-        "torch_dtype": str(dtype).removeprefix("torch."), "tie_word_embeddings": False, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB}
+    config |= {"draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0}
+    config |= {"attention_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config |= {"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
     return {key: value for key, value in (config | changes).items() if value is not ...}
 
 
@@ -186,17 +170,15 @@ def spelled(name: str, spelling: Spelling) -> str:
 def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
     """The nested configuration of the speculators format."""
     outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-    return {
+    verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+    config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": {key: value for key, value in flat.items() if key not in outer},
-        **{key: flat[key] for key in outer if key in flat},
     }
+    config["speculators_config"] = {"algorithm": "eagle3", "verifier": verifier}
+    config["transformer_layer_config"] = {key: value for key, value in flat.items() if key not in outer}
+    return config | {key: flat[key] for key in outer if key in flat}
 
 
 def write_eagle1(
@@ -245,9 +227,8 @@ def write_dflash(
     if ids is not None:
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
         tensors["t2d"] = torch.from_numpy(np.isin(np.arange(VOCAB), ids))
-    layer_config = eagle3_config(
-        architectures=..., draft_vocab_size=..., model_type="qwen3", num_hidden_layers=2, tie_word_embeddings=True
-    )
+    layer_config = eagle3_config(architectures=..., draft_vocab_size=..., model_type="qwen3")
+    layer_config |= {"num_hidden_layers": 2, "tie_word_embeddings": True}
     mask = {"mask_token_id": TOKENS - 1, "target_layer_ids": [1, 3, 5]}
     if form == "z-lab":
         config = {**layer_config, "architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": mask}
