@@ -37,7 +37,6 @@ DFLASH = HeadFacts("dflash", {}, frozenset({names.LM_HEAD}), 640, 2048, 0)
 
 
 def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
-    """The same head with other keys in config.json."""
     return replace(facts, config={**facts.config, **changes})
 
 

@@ -58,13 +58,11 @@ def source() -> Iterator[Path]:
 
 
 def missing_programs() -> list[str]:
-    """What the build needs and this machine lacks."""
     found = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
     return [name for name, programs in found.items() if not any(map(shutil.which, programs))]
 
 
 def build() -> Path:
-    """The program, built where it is not there yet."""
     if missing := missing_programs():
         skip_or_fail(f"needs {' and '.join(missing)}: apt-get install cmake g++")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -83,7 +81,6 @@ def build() -> Path:
 
 def _pinned() -> tuple[str, str]:
     found = _PINNED.search(Path(__file__).with_name("requirements.lock").read_text(encoding="utf-8"))
-    assert found is not None
     return found[1], found[2]
 
 

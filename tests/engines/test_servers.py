@@ -26,7 +26,6 @@ WORDS = [" ".join(f"w{token}" for token in ids) for ids in PROMPTS]
 
 @pytest.fixture(scope="module")
 def served(oracle_files: OracleFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """URLs of a server that decodes plainly and of one with a head."""
     folder = tmp_path_factory.mktemp("servers")
     (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
     ports = free_ports(2)
@@ -43,7 +42,6 @@ def served(oracle_files: OracleFiles, tmp_path_factory: pytest.TempPathFactory) 
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         wait_for(*(f"{url}/health" for url in urls))
         yield {"plain": urls[0], "head": urls[1]}
-        assert process.stdin is not None
         process.stdin.close()
 
 

@@ -30,7 +30,6 @@ Container = Literal["safetensors", "bin", "sharded"]
 
 
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor of normal values that depends on shape and seed alone."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
 
@@ -60,7 +59,6 @@ def write_target(
 
 
 def target_lm_head(folder: Path) -> torch.Tensor:
-    """The LM head of `write_target`, [vocab, hidden]."""
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -134,14 +132,10 @@ def write_eagle3(
     extra: dict[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> Path:
-    """An EAGLE-3 head.
+    """An EAGLE-3 head, with changes of config.json.
 
-    Args:
-        ids: target id of each LM-head row, for a head with a map; None for a full vocabulary.
-        lm_head: whether it has an LM head of its own.
-        tensors: in place of `eagle3_tensors`, without the map.
-        extra: further tensors, written under the names given.
-        changes: of config.json.
+    `ids`: target id of each LM-head row, for a head with a map. `tensors` stand in place of `eagle3_tensors`, without
+    the map; `extra` are written under the names given.
     """
     rows = (VOCAB if ids is None else len(ids)) if lm_head else None
     found = dict(eagle3_tensors(rows=rows, dtype=dtype) if tensors is None else tensors)
@@ -156,7 +150,6 @@ def write_eagle3(
 
 
 def spelled(name: str, spelling: Spelling) -> str:
-    """A canonical name in another spelling."""
     prefix = {"speculators": "layers.0.", "legacy-norms": "midlayer."}.get(spelling, f"{spelling}.")
     if name.startswith("midlayer."):
         return prefix + name.removeprefix("midlayer.")
@@ -168,7 +161,6 @@ def spelled(name: str, spelling: Spelling) -> str:
 
 
 def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
-    """The nested configuration of the speculators format."""
     outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
     verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
     config: dict[str, Any] = {
@@ -189,12 +181,8 @@ def write_eagle1(
     **changes: Any,
 ) -> Path:
     """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, 2 * HIDDEN),
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        **layer_shapes("layers.0.", HIDDEN),
-        "layers.0.post_attention_layernorm.weight": (HIDDEN,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), "embed_tokens.weight": (VOCAB, HIDDEN)}
+    shapes |= layer_shapes("layers.0.", HIDDEN) | {"layers.0.post_attention_layernorm.weight": (HIDDEN,)}
     tensors = {name: random(shape, 50 + number) for number, (name, shape) in enumerate(shapes.items())}
     config = eagle3_config(architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
     return _write(folder, config | changes, tensors | (extra or {}), container)

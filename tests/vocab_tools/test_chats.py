@@ -168,12 +168,8 @@ def test_a_template_that_asks_for_no_content_beside_tool_calls() -> None:
 def test_calls_of_sharegpt_and_of_openais_old_form_become_tool_calls() -> None:
     tokenizer = words(CALLS.replace("CONTENT", "{{ m.content }}").replace("CALL", AS_JSON))
     function = {"name": "get", "arguments": {"city": "Paris"}}
-    sharegpt = [
-        {"from": "human", "value": "Hi there please"},
-        {"from": "function_call", "value": json.dumps(function)},
-        {"from": "observation", "value": "sunny"},
-        {"from": "gpt", "value": "ok"},
-    ]
+    sharegpt = [{"from": "human", "value": "Hi there please"}, {"from": "function_call", "value": json.dumps(function)}]
+    sharegpt += [{"from": "observation", "value": "sunny"}, {"from": "gpt", "value": "ok"}]
     old = [
         {"role": "user", "content": "Hi there please"},
         {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": '{"city": "Paris"}'}},

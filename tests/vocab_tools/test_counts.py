@@ -36,10 +36,8 @@ def test_weights_are_shares_whatever_the_size() -> None:
 def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
     corpus = TokenCounts((source([50, 40, 0, 1], name="chat"),), "h")
     once = corpus.add([3, 3, 0]).add(iter([2]))
-    assert [(each.name, each.counts.tolist()) for each in once.sources] == [
-        ("chat", [50, 40, 0, 1]),
-        ("generated", [1, 0, 1, 2]),
-    ]
+    found = {each.name: each.counts.tolist() for each in once.sources}
+    assert found == {"chat": [50, 40, 0, 1], "generated": [1, 0, 1, 2]}
     assert once.tokenizer_hash == "h"
     assert corpus.add([1], "code").sources[1].name == "code"
     for wrong in ([4], [-1]):
@@ -72,7 +70,6 @@ def test_merge_keeps_sources_apart_and_adds_up_parts() -> None:
     assert [each.name for each in merge_counts([first], {"chat": 0}).sources] == ["code"]
     chat, code = merged.sources
     assert (chat.name, chat.counts.tolist(), code.counts.tolist(), code.weight) == ("chat", [11, 2], [5, 0], 2.5)
-    assert chat.held_out is not None
     # Sorted, so that the order of the parts does not show.
     assert [document.tolist() for document in chat.held_out.documents] == [[0, 0], [0, 1], [1]]
     assert chat.provenance == {"parts": [{"made": "by hand"}, {"made": "elsewhere"}]}
@@ -140,5 +137,4 @@ def test_saved_counts_are_loaded(tmp_path: Path) -> None:
     for before, after in zip(counts.sources, loaded.sources, strict=True):
         assert (before.name, before.weight, before.provenance) == (after.name, after.weight, after.provenance)
         assert before.counts.tolist() == after.counts.tolist()
-    assert loaded.sources[0].held_out is not None
     assert [document.tolist() for document in loaded.sources[0].held_out.documents] == [[0, 1], []]

@@ -22,12 +22,10 @@ def test_interval_of_two_documents_by_hand() -> None:
     # sqrt(2 / 1 * (0.25 + 0.25)) / 20 = 0.05.
     text = measure_coverage(vocab([5]), token_counts([1] * 10, [[5] * 9 + [0], [5] * 8 + [0, 1]])).sources[0]
     assert (text.part, text.documents, text.tokens) == ("held-out", 2, 20)
-    assert text.interval is not None
     assert text.coverage[-1] == pytest.approx(0.85)
     assert [bound[-1] for bound in text.interval] == pytest.approx([0.85 - 1.96 * 0.05, 0.948], abs=1e-5)
     # Nothing is covered, or all, with certainty beyond the bounds.
     wide = measure_coverage(vocab([5, 7]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]])).sources[0]
-    assert wide.interval is not None
     assert [bound[-1] for bound in wide.interval] == [0.0, 1.0]
 
 

@@ -54,7 +54,6 @@ def pack(data: bytes, suffix: str) -> bytes:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """The same texts in every format."""
     rows = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(rows)))
@@ -102,10 +101,8 @@ def test_folders_and_globs(files: Path) -> None:
     assert values(files) == [*TEXTS * len(NAMES), "deep"]
     assert values(files / "[ab].*") == TEXTS * 2
     assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]
-    assert [file.name for file in open_source(CorpusSource(str(files / "**" / "*.jsonl"))).files] == [
-        "a.jsonl",
-        "sub/z.jsonl",
-    ]
+    opened = open_source(CorpusSource(str(files / "**" / "*.jsonl")))
+    assert [file.name for file in opened.files] == ["a.jsonl", "sub/z.jsonl"]
     (files / "docs").mkdir()
     (files / "docs" / "notes.md").write_text("not a corpus")
     for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):

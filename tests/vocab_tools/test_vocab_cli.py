@@ -43,7 +43,6 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer, chats of two sources and their counts."""
     folder = tmp_path_factory.mktemp("files")
     write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
     (folder / "latin1.jinja").write_bytes(b"\xf6")
@@ -154,6 +153,9 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
     assert trained["draft_vocab"] == 280
 
 
+ENCODE = ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library"]
+
+
 def test_errors_are_one_line_and_leave_nothing(
     run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +175,7 @@ def test_errors_are_one_line_and_leave_nothing(
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
         (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"], "latin1.jinja: not"),
-        (
-            ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
-            "needs Ray",
-        ),
+        ([*ENCODE, "tokenizers", "--run-on", "ray"], "needs Ray"),
     ):
         done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
         assert done.code == (1 if "another tokenizer" in message else 2)
@@ -247,8 +246,6 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     program = "from eagle_slim.vocab_tools.cli import main; main()"
     with start(program, "show", tmp_path / "v.json", "--tokenizer", files / "tok", "--limit", 300) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(1800) == 1
@@ -267,7 +264,6 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path,
         "files.os.fsync = fsync\ncli.main()"
     )
     with start(program, "import", tmp_path / "m.json", "-o", tmp_path / "v.json") as process:
-        assert process.stderr is not None
         assert process.stderr.readline() == "writing\n"
         process.send_signal(number)
         out, err = process.communicate(timeout=1800)

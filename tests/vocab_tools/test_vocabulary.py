@@ -27,12 +27,8 @@ def test_no_prefix_of_a_size_that_there_is_not() -> None:
 
 
 def test_bad_ids() -> None:
-    for ids, problem in (
-        ([], "no ids"),
-        ([1, 2, 1], "id 1 appears again at position 2"),
-        ([1, 10], "id 10 at position 1"),
-        ([-1], "id -1 at"),
-    ):
+    twice = ([1, 2, 1], "id 1 appears again at position 2")
+    for ids, problem in (([], "no ids"), twice, ([1, 10], "id 10 at position 1"), ([-1], "id -1 at")):
         with pytest.raises(VocabularyError, match=problem):
             make(np.array(ids, np.int64), forced=0)
 

@@ -15,18 +15,7 @@ from eagle_slim.runtime.drafter.rope import rotary_embedding
 from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import (
-    HEAD_DIM,
-    HIDDEN,
-    MIDDLE,
-    VOCAB,
-    eagle3_tensors,
-    random,
-    trained_ids,
-    write_dflash,
-    write_eagle1,
-    write_eagle3,
-)
+from support.heads import HIDDEN, VOCAB, eagle3_tensors, trained_ids, write_dflash, write_eagle1, write_eagle3
 from support.raising import raises_with
 from transformers import AutoConfig
 
@@ -121,10 +110,10 @@ LLAMA3["original_max_position_embeddings"] = 8192
 AT_5E5, AT_1E6 = {"rope_theta": 5e5}, {"rope_theta": 1e6, "rope_scaling": None}
 BY_KIND = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
 NEUTRAL = {"residual_multiplier": 1, "attn_logit_softcapping": None, "no_rope_layers": [1, 0], "alibi": False}
-NEUTRAL |= {"attention_multiplier": HEAD_DIM**-0.5, "query_pre_attn_scalar": HEAD_DIM}
+NEUTRAL |= {"attention_multiplier": heads.HEAD_DIM**-0.5, "query_pre_attn_scalar": heads.HEAD_DIM}
 DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False, "rope_theta": 1e4}
-DEFAULTS["intermediate_size"] = MIDDLE
-LLAMA4 = {"model_type": "llama4_text", "intermediate_size": 16, "intermediate_size_mlp": MIDDLE}
+DEFAULTS["intermediate_size"] = heads.MIDDLE
+LLAMA4 = {"model_type": "llama4_text", "intermediate_size": 16, "intermediate_size_mlp": heads.MIDDLE}
 SLIDING = ["sliding_attention", "full_attention"]
 WINDOWED, HALF = {"layer_types": SLIDING[:1], "sliding_window": 16}, {"partial_rotary_factor": 0.5}
 NORMED = "return_hidden_post_norm"
@@ -138,7 +127,7 @@ def test_a_configuration_is_rewritten_as_engines_read_it(tmp_path):
         (dict.fromkeys(DEFAULTS), DEFAULTS),
         ({"num_hidden_layers": 40}, {"num_hidden_layers": 1}),
         # Llama 4 names the width of its dense layers apart.
-        (LLAMA4, {"intermediate_size": MIDDLE, "intermediate_size_mlp": ...}),
+        (LLAMA4, {"intermediate_size": heads.MIDDLE, "intermediate_size_mlp": ...}),
         # SGLang would take an empty list in eagle_config to mean that no layer is captured.
         ({AUX_LAYER_KEY: []}, {AUX_LAYER_KEY: ..., "eagle_config": ...}),
         ({"eagle_config": {AUX_LAYER_KEY: [], "more": 1}}, {AUX_LAYER_KEY: ..., "eagle_config": {"more": 1}}),
@@ -214,7 +203,7 @@ def test_sizes_in_a_text_config(tmp_path, write):
 
 
 def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
-    stored = {"lm_head.weight": random((VOCAB, HIDDEN), 9)}
+    stored = {"lm_head.weight": heads.random((VOCAB, HIDDEN), 9)}
     head = open_head(write_eagle1(tmp_path / "head", container="bin", extra=stored))
     assert (head.kind, head.draft_ids_to_target) == ("eagle", None)
     assert "layers.0.mlp.up_proj.weight" in head.tensors
@@ -222,7 +211,7 @@ def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
     assert "vLLM" in head.dropped["lm_head.weight"]
 
 
-BIAS = random((HIDDEN,), 1)
+BIAS = heads.random((HIDDEN,), 1)
 
 
 def test_eagle1_that_is_not_what_its_configuration_says(tmp_path):

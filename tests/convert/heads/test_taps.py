@@ -46,18 +46,11 @@ def test_each_key_with_its_own_counting(tmp_path):
 
 
 def test_what_cannot_be_known_is_opened_only_with_layers_given(tmp_path):
-    for count, changes in (
-        (5, {}),
-        (5, {"num_aux_hidden_states": 5}),
-        (3, {AUX: [2, 4]}),
-        (3, {"eagle3_layers_to_capture": [1, 3, 6]}),
-        (3, {"eagle_config": {"aux_layers": [1, 3, 6]}}),
-        (3, {AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}),
-        (3, {AUX: [5, 4, 2]}),
-        (3, {"eagle_config": {AUX: [1, 1, 3]}}),
-        (3, {"target_layer_ids": [-2, 1, 3]}),
-        (3, {AUX: [1, "3", 6]}),
-    ):
+    three = [{AUX: layers} for layers in ([2, 4], [5, 4, 2], [1, "3", 6])]
+    three += [{"eagle3_layers_to_capture": [1, 3, 6]}, {"target_layer_ids": [-2, 1, 3]}]
+    three += [{"eagle_config": {"aux_layers": [1, 3, 6]}}, {"eagle_config": {AUX: [1, 1, 3]}}]
+    three += [{AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}]
+    for count, changes in ((5, {}), (5, {"num_aux_hidden_states": 5}), *((3, changes) for changes in three)):
         folder = write(tmp_path / "head", count, **changes)
         with pytest.raises(MismatchError) as caught:
             open_head(folder)

@@ -49,13 +49,9 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: Container) -> None:
-    tensors = {
-        "matrix": random_bits((37, 5), dtype),
-        "cube": random_bits((4, 3, 2), dtype, 1),
-        "vector": random_bits((9,), dtype, 2),
-        "scalar": random_bits((1,), dtype, 3)[0],
-        "empty": random_bits((0, 4), dtype),
-    }
+    shapes = {"matrix": (37, 5), "cube": (4, 3, 2), "vector": (9,), "empty": (0, 4)}
+    tensors = {name: random_bits(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    tensors["scalar"] = random_bits((1,), dtype, 4)[0]
     write_tensors(tmp_path, tensors, suffix)
     checkpoint = open_checkpoint(tmp_path)
     assert set(checkpoint.names) == set(tensors)
@@ -101,12 +97,8 @@ def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
 def test_a_bin_of_a_later_pickle_protocol(tmp_path: Path, protocol: int) -> None:
     """Names that are also names of classes, shared storages, and more tensors than one byte counts."""
     base = torch.arange(24.0).reshape(6, 4)
-    tensors = {
-        "torch": base,
-        "OrderedDict": base.t(),
-        "p": torch.nn.Parameter(torch.ones(2)),
-        "ü": base[2:4].bfloat16(),
-    }
+    tensors = {"torch": base, "OrderedDict": base.t(), "ü": base[2:4].bfloat16()}
+    tensors["p"] = torch.nn.Parameter(torch.ones(2))
     tensors |= {f"t{number}": torch.full((2,), float(number)) for number in range(300)}
     torch.save(tensors, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
     checkpoint = open_checkpoint(tmp_path)
