@@ -111,10 +111,9 @@ class FusedTarget(Target):
             gated=(rows, self.intermediate_size),
             last=(logit_rows, hidden),
         )
-        bufs.squares, bufs.last_squares = (
-            torch.empty((count, num_groups(hidden)), dtype=torch.float32, device=self.device)
-            for count in (rows, logit_rows)
-        )
+        counts, groups = (rows, logit_rows), num_groups(hidden)
+        squares = (torch.empty((count, groups), dtype=torch.float32, device=self.device) for count in counts)
+        bufs.squares, bufs.last_squares = squares
         if self.ops.use_kernels:
             layer, heads = self.layers[0], self.num_heads + 2 * self.num_kv_heads
             sizes = tiled_heads(heads, self.head_dim), *(tiled_size(w.shape[0]) for w in (layer.o, layer.gate_up))

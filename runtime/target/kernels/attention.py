@@ -81,18 +81,14 @@ class AttentionScratch(NamedTuple):
         ``shapes``: heads, kv_heads and head_dim of each kind of layer.
         """
         num_sms, sizes = num_processors(device), []
-        for heads, kv_heads, head_dim in shapes:
+        for shape in shapes:
+            heads, _, head_dim = shape
             # What decides the number of states is the same for every type.
-            tiles = {
-                count: attention_tiles(count, nodes, (heads, kv_heads, head_dim), num_sms, 2)
-                for count in range(1, places + 1)
-            }
-            states = max(count * num_states(capacity, each) for count, each in tiles.items())
+            tiles = [attention_tiles(count, nodes, shape, num_sms, 2) for count in range(1, places + 1)]
+            states = max(count * num_states(capacity, each) for count, each in enumerate(tiles, 1))
             sizes.append((states * nodes * heads * head_dim, states * nodes * heads * 2))
-        out, stats = (
-            torch.empty(max(column), dtype=torch.float32, device=device) for column in zip(*sizes, strict=True)
-        )
-        return cls(out, stats)
+        longest = map(max, zip(*sizes, strict=True))
+        return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in longest))
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ def qkv_product(
     given = _factor(rows, norm), args, count, scratch
     heads_of = HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None)
     constants = {"HEADS": heads_of, "BIAS": bias is not None}
-    _launch(kernels.qkv_product_kernel, rows.scaled, weight, shape, tiles, True, given, constants, blocks)
+    _launch(kernels.qkv_product_kernel, "pairs", count, rows.scaled, weight, given, constants, shape, tiles, blocks)
 
 
 def _head_tiles(tiles: ProductTiles, half_block: int, head_dim: int, groups: int) -> ProductTiles:
@@ -337,13 +337,10 @@ def add_product(
 ) -> None:
     """Run `add_product_ref` as one launch."""
     assert scratch is not None
-    count = len(x)
-    shape = product_shape(weight)
-    tiles = _tiles(shape, count, "sum", weight, x, tiles)
     norms = norm.gain if bias is None else bias, norm.gain, norm.shrink * norm.lift
-    given = *norms, count, rows, _tap(rows, tap), scratch
+    given = *norms, len(x), rows, _tap(rows, tap), scratch
     constants = {"BIAS": bias is not None, "TAP": tap is not None}
-    _launch(kernels.add_product_kernel, x, weight, shape, tiles, False, given, constants)
+    _launch(kernels.add_product_kernel, "sum", len(x), x, weight, given, constants, product_shape(weight), tiles)
 
 
 def gated_product_ref(
@@ -375,12 +372,10 @@ def gated_product(
 ) -> None:
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
-    count = len(out)
-    shape = product_shape(weight)
-    tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
-    given = norm.gain if bias is None else bias, _factor(rows, norm), count, out, scratch
+    given = norm.gain if bias is None else bias, _factor(rows, norm), len(out), out, scratch
     constants = {"LIFT": lift, "BIAS": bias is not None}
-    _launch(kernels.gated_product_kernel, rows.scaled, weight, shape, tiles, True, given, constants)
+    shape = product_shape(weight)
+    _launch(kernels.gated_product_kernel, "pairs", len(out), rows.scaled, weight, given, constants, shape, tiles)
 
 
 def head_product_ref(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor) -> None:
@@ -390,13 +385,11 @@ def head_product_ref(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor) 
 
 def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tiles: ProductTiles | None = None) -> None:
     """Run `head_product_ref` as one launch."""
-    count = len(out)
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
     shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    tiles = _tiles(shape, count, "logits", weight, rows.scaled, tiles)
-    given = _factor(rows, norm), count, out
-    _launch(kernels.head_product_kernel, rows.scaled, weight, shape, tiles, False, given, {})
+    given = _factor(rows, norm), len(out), out
+    _launch(kernels.head_product_kernel, "logits", len(out), rows.scaled, weight, given, {}, shape, tiles)
 
 
 def _tiles(
@@ -414,22 +407,23 @@ def _tiles(
 
 def _launch(
     kernel: Any,
+    kind: ProductKind,
+    count: int,
     x: Tensor,
     weight: Weight,
-    shape: ProductShape,
-    tiles: ProductTiles,
-    is_pair: bool,
     args: tuple[Any, ...],
     constants: dict[str, Any],
+    shape: ProductShape,
+    tiles: ProductTiles | None,
     blocks: int | None = None,
 ) -> None:
-    """Launch a product; ``blocks``: tiles that cover the weight, by default those of ``block_n`` rows."""
+    """Launch a product of ``count`` rows; ``blocks``: tiles that cover the weight, by default those of ``block_n`` rows."""
+    tiles = _tiles(shape, count, kind, weight, x, tiles)
     blocks = triton.cdiv(shape.size, tiles.block_n) if blocks is None else blocks
-    parts = 1 if tiles.sums_all_splits else shape.splits
+    programs = blocks * triton.cdiv(count, tiles.block_rows) * (1 if tiles.sums_all_splits else shape.splits)
     overlaps, options = overlapping(x.device)
     constants = {"SHAPE": shape, "TILES": tiles, "OVERLAP": overlaps, "num_warps": tiles.num_warps} | constants
-    programs = blocks * triton.cdiv(len(x), tiles.block_rows) * parts
-    kernel[(programs,)](*_operands(x, weight, tiles, is_pair), *args, **constants, **options)
+    kernel[(programs,)](*_operands(x, weight, tiles, kind == "pairs"), *args, **constants, **options)
 
 
 def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
