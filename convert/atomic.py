@@ -29,18 +29,13 @@ def atomic_directory(
 
     Args:
         out: where the folder shall be. A symbolic link is followed. Missing parents are made.
-        force: replace what is at `out`.
-        marker: name of a file that a folder must hold to be replaced, unless it is empty; so that `force` on a wrong
-            name cannot delete what this program did not write.
-        names: pattern of the names that such a folder may hold, for the same reason.
+        force: replace what is at `out`; not what this program did not write, told by the next two.
+        marker: name of a file that a folder must hold to be replaced, unless it is empty.
+        names: pattern of the names that such a folder may hold.
         wait: for another run that is writing `out`, instead of OutputError; what it wrote is then there already.
 
-    Yields:
-        A new sibling of `out`, on the same file system.
-
-    Raises:
-        OutputExistsError: as `check_output`.
-        OutputError: the disk refuses (every OSError of the body counts as such), or another run is writing `out`.
+    Raises OutputExistsError as `check_output`; OutputError where the disk refuses (every OSError of the body counts as
+    such), or another run is writing `out`.
     """
     check_output(out, force, marker, names)
     out = _real(out)
@@ -73,10 +68,7 @@ def atomic_directory(
 
 
 def check_output(out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*") -> None:
-    """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written.
-
-    For a command that wants to refuse before it downloads or computes anything: touches nothing.
-    """
+    """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written."""
     out = _real(out)
     place = _parent_of(out)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
@@ -114,7 +106,6 @@ def _unwritable(out: Path, problem: str) -> OutputError:
 
 
 def _parent_of(out: Path) -> Path:
-    """Return the nearest folder above that exists."""
     return next(path for path in out.parents if os.path.exists(path))
 
 

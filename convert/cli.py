@@ -37,7 +37,6 @@ def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
 
 
 def _refuse_gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Say what writes GGUF files now."""
     if value is not None:
         ways = "`convert_hf_to_gguf.py slim --target-model-dir TARGET`, of llama.cpp, makes one of the artifact"
         raise click.UsageError(f"--gguf was removed: {ways} (docs/serving.md).", ctx)
@@ -133,15 +132,12 @@ def convert(
     from .pipeline import convert_head, plan_conversion
     from .vocabulary_choice import VocabRequest
 
+    alike = ("counts", "token_map", "order", "force_added", "force_ids")
     request = VocabRequest(
-        counts=options.pop("counts"),
-        token_map=options.pop("token_map"),
         corpus=tuple(map(parse_source, options.pop("datasets"))),
-        order=options.pop("order"),
         weights=parse_shares("--weights", options.pop("weights")) or None,
         floors=parse_shares("--floor", options.pop("floors")) or None,
-        force_added=options.pop("force_added"),
-        force_ids=options.pop("force_ids"),
+        **{name: options.pop(name) for name in alike},
     )
     given = ConvertOptions(vocabulary=request, flavour=flavour or "default", **options)  # type: ignore[arg-type]  # checked by click
     run = plan_conversion if dry_run else convert_head

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal
@@ -16,10 +17,9 @@ from typing import Any, Literal
 from eagle_slim.vocab_tools.errors import UsageError
 
 from . import names
-from .heads.config import QWEN3_ARCHITECTURE
+from .heads.config import QWEN3_ARCHITECTURE, sliding_window
 from .heads.draft_head import DraftHead
-from .heads.taps import AUX_LAYER_KEY, default_taps, tap_layers, uses_aux_layers
-from .heads.window import sliding_window
+from .heads.taps import AUX_LAYER_KEY, default_taps, section, tap_layers, uses_aux_layers
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]
@@ -45,10 +45,7 @@ _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine; `distributions` are its names for pip.
-
-    Releases between the first and the last version tried (`proven`) count as proven; `proof` says what was run.
-    """
+    """An engine, its names for pip, the first and the last version tried, and what was run."""
 
     title: str
     distributions: tuple[str, ...]
@@ -68,13 +65,9 @@ ENGINES: Mapping[str, Engine] = {
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The facts about a head that engines differ on.
+    """The facts about a head that engines differ on: config.json as they will read it, canonical names of tensors.
 
-    Attributes:
-        config: config.json as the engine will read it.
-        tensor_names: canonical names, `d2t` and `t2d` apart.
-        draft_vocab: rows of the LM head that is served (EAGLE-1/2: ids in the token map).
-        num_taps: captured target layers that `fc` takes.
+    `draft_vocab`: rows of the LM head that is served, of EAGLE-1/2 ids in the token map. `num_taps`: captured layers.
     """
 
     kind: names.HeadKind
@@ -104,8 +97,7 @@ class HeadFacts:
     def layers(self, key: str, shift: int = 0) -> tuple[int, ...] | None:
         """Return the list under a key (after a dot: in `eagle_config`), `shift` added to each layer; None without."""
         place, _, name = key.rpartition(".")
-        part = (self.config.get(place) or {}) if place else self.config
-        found = part.get(name)
+        found = section(self.config, place).get(name)
         return tuple(layer + shift for layer in found) if isinstance(found, list) and found else None
 
     @property
@@ -184,13 +176,10 @@ def in_words(findings: Sequence[EngineFinding]) -> list[str]:
 
 
 def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str) -> str:
-    """Choose the class name to write: `architecture`, or the one spelling that the flavour's engine reads.
-
-    SGLang and vLLM read the same name differently for EAGLE-1/2: one needs the ending, the other prefixes the name and
-    then does not know it.
-    """
+    """Choose the class name to write: `architecture`, or the one spelling that the flavour's engine reads."""
     if (kind, flavour) == ("eagle3", "lmdeploy"):
         return "LlamaForCausalLM"
+    # Of EAGLE-1/2 SGLang needs the ending; vLLM prefixes the name, and does not know it with one.
     if (kind, flavour) == ("eagle", "sglang"):
         return "Qwen2ForCausalLMEagle" if architecture.startswith("Qwen2") else "LlamaForCausalLMEagle"
     return architecture
@@ -259,14 +248,12 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
 def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
     config, plain = head.config, "LlamaForCausalLM" if engine == "lmdeploy" else "LlamaForCausalLMEagle3"
     if head.architecture not in (plain, QWEN3_ARCHITECTURE, None):
-        problem = f"class {head.architecture} is no draft class of it"
         if engine == "tensorrt-llm":
             problem = f"class {head.architecture} is for its one-model path only"
             yield "warning", problem, "convert without --for lmdeploy"
-        elif engine == "sglang":
-            yield "error", problem, "convert without --for lmdeploy"
-        elif engine == "lmdeploy":
-            yield "error", problem, "convert with --for lmdeploy"
+        elif engine in ("sglang", "lmdeploy"):
+            way = f"convert {'without' if engine == 'sglang' else 'with'} --for lmdeploy"
+            yield "error", f"class {head.architecture} is no draft class of it", way
     for part in head.parts:
         if part in _NOT_LOADED.get(engine, ()):
             yield "error", f"the {part} are not loaded: it fails or drafts wrongly", ""
@@ -296,7 +283,6 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 
 def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
-    """Compare the target layers that an engine captures with those that an EAGLE-3 head reads."""
     is_tapped, layers = uses_aux_layers(head.config), head.target_layers
     taps = tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else default_taps(layers)
@@ -386,10 +372,8 @@ def version_findings(key: str, stated: str | None = None) -> list[EngineFinding]
 
 def _installed_version(distributions: Sequence[str]) -> str | None:
     for name in distributions:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 

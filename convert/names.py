@@ -25,14 +25,14 @@ MARKOV_IN = "markov_head.markov_w1.weight"
 MARKOV_OUT = "markov_head.markov_w2.weight"
 """DSpark: [target_vocab, rank] of the token before; [draft_vocab, rank], whose rows go with the LM head's."""
 
-_MATRICES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+MATRICES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 _LAYERS: Mapping[HeadKind, str] = {"eagle3": "midlayer.", "eagle": "layers.0."}
 ATTENTION_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
-    kind: tuple(f"{layer}{name}.bias" for name in _MATRICES[:4]) for kind, layer in _LAYERS.items()
+    kind: tuple(f"{layer}{name}.bias" for name in MATRICES[:4]) for kind, layer in _LAYERS.items()
 }
 """Biases of the (first) layer's q, k, v and output projections."""
 MLP_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
-    kind: tuple(f"{layer}{name}.bias" for name in _MATRICES[4:]) for kind, layer in _LAYERS.items()
+    kind: tuple(f"{layer}{name}.bias" for name in MATRICES[4:]) for kind, layer in _LAYERS.items()
 }
 """Biases of the (first) layer's gate, up and down projections."""
 HEAD_NORMS: Mapping[HeadKind, tuple[str, ...]] = {
@@ -55,30 +55,24 @@ _KNOWN: Mapping[HeadKind, re.Pattern[str]] = {
         r"|(fc|hidden_norm|norm|lm_head|embed_tokens|markov_head\.markov_w[12]|confidence_head\.proj)\.weight"
     ),
 }
-_CALLED: Mapping[HeadKind, str] = {
-    "eagle3": "an EAGLE-3 head",
-    "eagle": "an EAGLE-1/2 head",
-    "dflash": "a DFlash draft",
-}
+_CALLED = {"eagle3": "an EAGLE-3 head", "eagle": "an EAGLE-1/2 head", "dflash": "a DFlash draft"}
 
 # What only DFlash has outside its layers: the norm of the captured hidden states, which EAGLE-3 has inside its layer.
 _DFLASH_NORM = "hidden_norm.weight"
 
-# SGLang's older names of the norms over the captured layers, lowest first.
-_LEGACY_FC_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+# SGLang's older names of the norms over the captured layers, lowest first, and spellings of the one layer.
+_EAGLE3_PREFIXES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+_EAGLE3_PREFIXES |= {"layers.0.": "midlayer.", "midlayer.0.": "midlayer."}
 
 _DROPPED = (
     (re.compile(r"verifier_.*"), "training-time copy of a tensor of the target"),
     (re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"), "recomputed from the configuration"),
 )
 
-_WHOLE = "it is not slimmed: serve it as it is, "
+_WHOLE = ": serve it as it is, "
 OTHER_DRAFTS = {
     "medusa": ("a Medusa head", _WHOLE + 'in vLLM ("method": "medusa")'),
-    "mlpspeculator": (
-        "an MLP speculator",
-        "it is not slimmed, and none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves one",
-    ),
+    "mlpspeculator": ("an MLP speculator", ", and none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves one"),
     "peagle": (
         "a P-EAGLE head, which drafts in parallel",
         _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
@@ -127,12 +121,7 @@ _OTHER_MARKS = {
 
 @dataclass(frozen=True)
 class NameTable:
-    """Canonical names of the tensors of one checkpoint.
-
-    Attributes:
-        stored: canonical name to the name in the checkpoint.
-        dropped: stored name to the reason why it is left out.
-    """
+    """Canonical names of a checkpoint's tensors: `stored` has the name in it by canonical name, `dropped` reasons."""
 
     kind: HeadKind
     stored: dict[str, str]
@@ -156,28 +145,21 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
     if FC not in shorts and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= shorts:
         raise other_draft("model", where)
     # An incomplete head may lack any of these.
-    is_eagle3 = any(
-        name.endswith(".hidden_norm.weight") or name.startswith("midlayer.") or name in MAPS for name in bare.values()
-    )
+    is_eagle3 = any(re.fullmatch(r"(?s).*\.hidden_norm\.weight|midlayer\..*|d2t|t2d", name) for name in shorts)
     kind: HeadKind = "eagle3" if is_eagle3 else "eagle"
     if is_dflash or _DFLASH_NORM in ordered:
         kind, bare = "dflash", {name: name for name in ordered}
     for name, short in bare.items():
         for pattern, meaning in (*_FOREIGN, *([_SECOND_LAYER] if kind == "eagle3" else [])):
             if pattern.fullmatch(short):
-                raise UnsupportedHeadError.at(
-                    where,
-                    f"tensor {name} marks {meaning}, which is not converted.\n"
-                    "Expected an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama or Qwen3 decoder layer.",
-                )
+                wanted = "an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama or Qwen3 decoder layer"
+                problem = f"tensor {name} marks {meaning}, which is not converted.\nExpected {wanted}."
+                raise UnsupportedHeadError.at(where, problem)
     if kind == "eagle" and FC not in bare.values():
-        raise UnsupportedHeadError.at(
-            where,
-            f"neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight).\nFound {_some(ordered)}.",
-        )
+        problem = "neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight)"
+        raise UnsupportedHeadError.at(where, f"{problem}.\nFound {_some(ordered)}.")
 
-    stored: dict[str, str] = {}
-    dropped: dict[str, str] = {}
+    stored, dropped = dict[str, str](), dict[str, str]()
     for name, short in bare.items():
         reason = next((why for pattern, why in _DROPPED if pattern.fullmatch(short)), None)
         if reason is None and kind == "eagle" and short == LM_HEAD:
@@ -185,7 +167,8 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
         if reason is not None:
             dropped[name] = reason
             continue
-        canonical = _eagle3_name(short) if kind == "eagle3" else short
+        prefix = next((old for old in _EAGLE3_PREFIXES if kind == "eagle3" and short.startswith(old)), "")
+        canonical = _EAGLE3_PREFIXES.get(prefix, "") + short.removeprefix(prefix)
         if _KNOWN[kind].fullmatch(canonical) is None:
             advice = "Nothing is guessed: if it is one of the tensors in convert/FORMAT.md, rename it in a copy."
             raise UnsupportedHeadError.at(where, f"tensor {name} has no place in {_CALLED[kind]}.\n{advice}")
@@ -210,21 +193,11 @@ def num_layers(names: Iterable[str]) -> int:
 def other_draft(draft: str, where: str) -> UnsupportedHeadError:
     """Make the error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
     found, advice = OTHER_DRAFTS[draft]
-    return UnsupportedHeadError.at(where, f"this is {found}; {advice}.")
-
-
-def _eagle3_name(short: str) -> str:
-    for old, new in _LEGACY_FC_NORMS.items():
-        if short.startswith(f"{old}."):
-            return new + short.removeprefix(old)
-    for prefix in ("layers.0.", "midlayer.0."):
-        if short.startswith(prefix):
-            return "midlayer." + short.removeprefix(prefix)
-    return short
+    return UnsupportedHeadError.at(where, f"this is {found}; it is not slimmed{advice}.")
 
 
 def _required(kind: HeadKind, stored: Collection[str]) -> list[str]:
-    inside = [*(f"{name}.weight" for name in _MATRICES), "input_layernorm.weight", "post_attention_layernorm.weight"]
+    inside = [*(f"{name}.weight" for name in MATRICES), "input_layernorm.weight", "post_attention_layernorm.weight"]
     if kind == "eagle3":
         return [*(f"midlayer.{name}" for name in (*inside, "hidden_norm.weight")), "norm.weight"]
     inside += [] if kind == "eagle" else ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]

@@ -28,7 +28,6 @@ class ConvertOptions:
     Attributes:
         draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it.
         coverage: instead of a size, the share of the counted text that must be covered.
-        vocabulary: where the ranking comes from.
         target: folder or Hub repository. Default: what the head's files name, else the table of public heads.
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
@@ -51,8 +50,7 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        given = sum(value is not None for value in (self.draft_vocab, self.coverage))
-        if given != 1 or not self.sizes:
+        if (self.draft_vocab is None) == (self.coverage is None) or not self.sizes:
             problem = "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one"
             raise UsageError(f"{problem}, and not both.")
         for size in self.sizes:
@@ -84,6 +82,6 @@ class ConvertOptions:
 
     def folder_of(self, name: str) -> Path:
         """Return the folder of an artifact of this name."""
-        if self.out is None:
-            return Path(name)
-        return Path(self.out) / name if len(self.sizes) > 1 else Path(self.out)
+        if self.out is None or len(self.sizes) > 1:
+            return Path(self.out or "") / name
+        return Path(self.out)

@@ -46,10 +46,7 @@ NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Opened inputs of a conversion; None stands for what is not known or not needed.
-
-    `lm_head` is that whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
-    """
+    """Opened inputs of a conversion; None for what is not known or not needed, as the LM head of EAGLE-1/2."""
 
     head: DraftHead
     source: ResolvedSource
@@ -75,10 +72,8 @@ class Inputs:
 class Conversion:
     """One artifact, planned or written.
 
-    Attributes:
-        files: the small files by name, but for the manifest.
-        manifest: complete once the artifact is written; until then without checksums and `files`.
-        bytes_before, bytes_after: weights that one draft step of the head and of the slim head reads.
+    `files` are the small ones but for the manifest, which is without checksums and files until they are written.
+    `bytes_before`, `bytes_after`: weights that one draft step of the head and of the slim head reads.
     """
 
     folder: Path
@@ -119,10 +114,7 @@ class Conversion:
             deque(plan.pieces(), maxlen=0)
 
     def write(self, force: bool = False) -> Conversion:
-        """Write the artifact, whole or not at all, and return it with its complete manifest.
-
-        Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
-        """
+        """Write the artifact, whole or not at all, and return it complete; raises as `check` and `atomic_directory`."""
         check_room(self.folder, self.size_bytes)
         with atomic_directory(self.folder, force, MANIFEST_NAME, FILE_NAMES) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
@@ -145,7 +137,6 @@ def convert_head(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        options: what is made of it.
         count: counts a corpus.
         say: called, with a sentence, for each default that is used and each thing that is done.
 
@@ -165,10 +156,7 @@ def convert_head(
 def plan_conversion(
     head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
-    """Do everything of `convert_head` but writing; arguments and errors are the same.
-
-    Text is counted after all other checks, as it takes longest; all sizes are planned before one is written.
-    """
+    """Do everything of `convert_head` but writing; text is counted after all other checks, as it takes longest."""
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
@@ -197,7 +185,6 @@ def plan_conversion(
 
 
 def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
-    """Open a head, and of target and tokenizer what its conversion needs."""
     source = open_head_source(name, options.revision, options.offline, options.subfolder)
     is_builtin = name is None
     if is_builtin:
@@ -233,24 +220,18 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
 
 
 def _check_options(head: DraftHead, options: ConvertOptions) -> None:
-    """Refuse options that mean nothing for a head of its kind."""
-    stored = {name.rpartition(".")[2] for name in head.tensors.source.names}
-    refused = {
-        "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.": (
-            head.kind == "eagle" and options.flavour == "lmdeploy"
-        ),
-        "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out.": (
-            head.kind == "eagle3" and options.flavour == "sglang"
-        ),
-        "has no map.\nLeave --d2t-form out.": options.d2t_form != "auto" and "d2t" not in stored,
-        "a DFlash draft has no class name of one engine, and borrows the target's whole LM head as it is.\n"
-        "Leave --for out, and give a number of rows with --draft-vocab.": (
-            head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes)
-        ),
-    }
-    for problem, is_so in refused.items():
-        if is_so:
-            raise UsageError.at(head.location, problem)
+    stored, problem = {name.rpartition(".")[2] for name in head.tensors.source.names}, None
+    if (head.kind, options.flavour) == ("eagle", "lmdeploy"):
+        problem = "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out."
+    elif (head.kind, options.flavour) == ("eagle3", "sglang"):
+        problem = "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out."
+    elif options.d2t_form != "auto" and "d2t" not in stored:
+        problem = "has no map.\nLeave --d2t-form out."
+    elif head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes):
+        problem = "a DFlash draft has no class name of one engine, and borrows the target's whole LM head as it is.\n"
+        problem += "Leave --for out, and give a number of rows with --draft-vocab."
+    if problem is not None:
+        raise UsageError.at(head.location, problem)
     if head.kind != "eagle" and "full" in options.sizes:
         all_ids(head)
 
@@ -269,7 +250,6 @@ def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOp
 def _plan(
     inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str
 ) -> Conversion:
-    """Plan one artifact; without a vocabulary, one of all ids."""
     head, lm_head = inputs.head, inputs.lm_head
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors = plan_tensors(head, lm_head, ids)
@@ -281,7 +261,7 @@ def _plan(
     bytes_before, bytes_after = (bytes_per_draft_step(head, number) for number in (head.draft_vocab, rows))
     licence = EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license")
     refused = {found.engine for found in findings if found.severity == "error"}
-    card = model_card(manifest, title, head.draft_vocab, bytes_before, bytes_after, licence, refused)
+    card = model_card(manifest, title, head.draft_vocab, (bytes_before, bytes_after), licence, refused)
     files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
     if vocab is not None:
         files[freq_name(rows)] = freq_bytes(vocab.target_ids)
@@ -292,14 +272,12 @@ def _plan(
 def _manifest(
     inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, notes: Sequence[str]
 ) -> Manifest:
-    """Make the manifest as far as it is known before anything is written."""
     head, coverage, warnings = inputs.head, None, [*inputs.head.warnings]
-    tokenizer, loaded = None, inputs.tokenizer
+    tokenizer, loaded, ranked = None, inputs.tokenizer, ranked_manifest(head)
     if loaded is not None:
         hashes = {"hash": loaded.tokenizer_hash, "chat_template_hash": loaded.chat_template_hash}
         tokenizer = {**hashes, "vocab_size": loaded.vocab_size, "tokens": len(loaded.real_ids)}
-    ranked = ranked_manifest(head)
-    if tokenizer is None and ranked is not None and ranking is not None and options.vocabulary.is_default:
+    elif ranked is not None and ranking is not None and options.vocabulary.is_default:
         tokenizer = ranked.tokenizer
     if vocab is not None:
         warnings += vocab.warnings

@@ -1,7 +1,4 @@
-"""Choose the tokens that a slim head keeps, from counts, a token map, a corpus or the built-in counts.
-
-The ranking itself is `vocab_tools`'; this file holds the defaults of `eagle-convert`.
-"""
+"""Choose the tokens that a slim head keeps: the defaults of `eagle-convert`; the ranking itself is `vocab_tools`'."""
 
 from __future__ import annotations
 
@@ -42,14 +39,10 @@ Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
 @dataclass(frozen=True)
 class VocabRequest:
-    """Source of a ranking: at most one of the first four.
+    """Source of a ranking: at most one of the first four, of which "ids" is the order of the ids.
 
-    Attributes:
-        token_map: file with ids in rank order, or a vocabulary.
-        order: "ids" for the order of the ids, without any corpus.
-        weights: share of each source by name.
-        floors: share of a source's held-out tokens that every size must cover, by name.
-        force_added: "all" forces every added token.
+    `weights` has the share of each source by name, `floors` that of a source's held-out tokens that every size must
+    cover. `force_added`: "all" forces every added token.
     """
 
     counts: tuple[TokenCounts | str | Path, ...] = ()
@@ -87,10 +80,8 @@ class VocabRequest:
 class Ranking:
     """A ranked vocabulary, to be cut to any size.
 
-    Attributes:
-        tokenizer: of the target, or None for a token map alone.
-        counts: counts that make the order; None for a token map or id order.
-        measured: counts with a held-out part, to measure coverage, and a note on that text; None without one.
+    `counts` make the order; None for a token map or id order. `measured` are counts with a held-out part, to measure
+    coverage, and a note on that text; None without one.
     """
 
     head: DraftHead
@@ -143,10 +134,9 @@ class Ranking:
         return rank_by_order(given, size, provenance={"token_map": origin}, **common)
 
     def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
-        """Measure what a vocabulary covers of text that the ranking did not see, with a note on that text.
+        """Measure what a vocabulary covers of text that the ranking did not see, with a note; None without counts.
 
-        None without counts. Where the ranking was made from all text, one made without the held-out part is measured
-        at the same size; the note says so.
+        Where the ranking was made from all text, one made without the held-out part is measured at the same size.
         """
         if self.measured is None:
             return None

@@ -40,7 +40,6 @@ IMPORT_NAMES = {"pyyaml": "yaml"}
 # Documented for all: named tuples' methods, the end of a process without clean-up.
 DOCUMENTED = {"_replace", "_fields", "_asdict", "_make", "_field_defaults", "_exit"}
 COMPAT = "vocab_tools/compat.py"
-
 Source = dict[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -108,12 +107,8 @@ def wrong_first_words(source: Source) -> list[str]:
 
 def skips_of_the_formatter(source: Source) -> list[str]:
     skip = re.compile("# fmt: " + "(skip|off)")
-    return [
-        f"{path}:{at}"
-        for path, text in source.items()
-        for at, line in enumerate(text.splitlines(), 1)
-        if skip.search(line)
-    ]
+    lines = ((path, at, line) for path, text in source.items() for at, line in enumerate(text.splitlines(), 1))
+    return [f"{path}:{at}" for path, at, line in lines if skip.search(line)]
 
 
 def imports(node: ast.AST, is_inside: bool = False) -> Iterator[tuple[int, list[str], bool]]:
@@ -177,11 +172,8 @@ def private_names(source: Source) -> list[str]:
         ]
         named = [(line, name) for line, name in named if is_private(name)]
         for node in nodes(text):
-            name = (
-                getattr(node, "attr", getattr(node, "arg", None))
-                if isinstance(node, (ast.Attribute, ast.keyword))
-                else None
-            )
+            is_named = isinstance(node, (ast.Attribute, ast.keyword))
+            name = getattr(node, "attr", getattr(node, "arg", None)) if is_named else None
             if (is_private(name) and name not in ours) or name == "__bases__":
                 named.append((node.lineno, str(name)))  # type: ignore[attr-defined]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in others:
@@ -294,9 +286,8 @@ SIGNATURES = f"""
 
 
 def function(name: str, lines: int) -> str:
-    return "\n".join(
-        [f"def {name}():", '    """Return much.', "", '    More."""', "", "    a = (", *["1,"] * (lines - 2), ")\n"]
-    )
+    docstring = ['    """Return much.', "", '    More."""', ""]
+    return "\n".join([f"def {name}():", *docstring, "    a = (", *["1,"] * (lines - 2), ")\n"])
 
 
 @pytest.mark.parametrize(

@@ -21,65 +21,25 @@ ROOT = Path(__file__).resolve().parents[1]
 # A package may import itself and what stands before it.
 PACKAGES = ("vocab_tools", "convert", "runtime")
 OTHERS = ("benchmarks", "examples", "tests")
-# The folders and files at the top of each package, bottom floor first: one may import what stands on the lines above
-# its own, and nothing of its own line. A file that stands higher than its folder is named with it.
-FLOORS = {
+# The folders and files at the top of each package, from the bottom floor up: one may import what stands before the last
+# `<` before it, and nothing of its own floor. A file that stands higher than its folder is named with it.
+ORDER = {
     "vocab_tools": """
-        errors compat
-        messages
-        hub
-        files
-        common_cli
-        target tokenizer
-        chats encoding
-        forced records
-        counts sources
-        workers
-        ray_workers
-        counting vocabulary
-        count_cli
-        floors token_maps
-        ranking
-        coverage
-        show
-        cli
+        errors compat < messages < hub < files < common_cli < target tokenizer < chats encoding < forced records
+        < counts sources < workers < ray_workers < counting vocabulary < count_cli < floors token_maps < ranking
+        < coverage < show < cli
     """,
     "convert": """
-        errors default
-        atomic names
-        artifact
-        rows
-        sources
-        heads
-        engines targets
-        slim
-        verify vocabulary_choice
-        options
-        pipeline
-        cli removed_cli verify_cli
+        errors default < atomic names < artifact < rows < sources < heads < engines targets < slim
+        < verify vocabulary_choice < options < pipeline < cli removed_cli verify_cli
     """,
     "runtime": """
-        errors
-        compiling/kernels
-        compiling
-        ops settings
-        tree
-        target/fp8
-        target/kernels
-        target
-        drafter/kernels
-        drafter
-        drafter/tuning
-        api
-        opening
-        step/kernels
-        step
-        model
-        compare options_cli
-        safeailab
-        compare/cli generate_cli tune
+        errors < compiling/kernels < compiling < ops settings < tree < target/fp8 < target/kernels < target < drafter/kernels < drafter < drafter/tuning
+        < api < opening < step/kernels < step < model < compare options_cli < safeailab < compare/cli generate_cli tune
     """,
 }
+FLOORS = {package: [floor.split() for floor in order.split("<")] for package, order in ORDER.items()}
+NAMES = {package: [name for floor in floors for name in floor] for package, floors in FLOORS.items()}
 # Library → pattern of the only files, relative to the root, that may import it.
 ONLY_IN = {
     "click": r".*cli\.py|runtime/tune\.py",
@@ -138,7 +98,7 @@ def test_packages_import_in_one_direction() -> None:
 def room(package: str, parts: tuple[str, ...]) -> str:
     """Where in the table a module stands, by its names below the package: the file's own place, or its folder's."""
     own = "/".join(parts[:2])
-    return own if own in FLOORS[package].split() else parts[0]
+    return own if own in NAMES[package] else parts[0]
 
 
 def below(package: str, path: Path) -> tuple[str, ...]:
@@ -148,7 +108,7 @@ def below(package: str, path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_folder_and_file_has_a_floor(package: str) -> None:
     there = {room(package, below(package, path)) for path in (ROOT / package).rglob("*.py")}
-    assert sorted(FLOORS[package].split()) == sorted(there - {"__init__"})
+    assert sorted(NAMES[package]) == sorted(there - {"__init__"})
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -157,16 +117,15 @@ def test_contributing_tells_the_floors(package: str) -> None:
     rows = page.split(f"\n### `{package}/`\n\n", 1)[1].split("\n\n", 1)[0]
     named = [name for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.partition(": ")[0])]
     commands = re.compile(r".*cli(\.py)?|errors(\.py)?")
-    floors = [name for name in FLOORS[package].split() if not commands.fullmatch(name)]
+    floors = [name for name in NAMES[package] if not commands.fullmatch(name)]
     told = [name.removesuffix("/").removesuffix(".py") for name in named if not commands.fullmatch(name)]
     assert sorted(told) == sorted(floors)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_imports_upwards(package: str) -> None:
-    floors = [line.split() for line in FLOORS[package].strip().splitlines()]
-    height = {name: floor for floor, names in enumerate(floors) for name in names}
-    height["__init__"] = len(floors)
+    height = {name: floor for floor, names in enumerate(FLOORS[package]) for name in names}
+    height["__init__"] = len(FLOORS[package])
 
     def is_wrong(path: Path, name: list[str]) -> bool:
         here = room(package, below(package, path))

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -33,14 +34,9 @@ def test_readme(tmp_path: Path) -> None:
     printed = []
     for language, text in blocks():
         program = {"bash": ["bash", "-e", "-u", "-o", "pipefail", "-c"], "python": [sys.executable, "-c"]}[language]
-        done = subprocess.run(
-            [*program, text],
-            cwd=tmp_path,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=1800,
-            env={**os.environ, "PYTHONUTF8": "1", "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"},
-        )
+        env = {**os.environ, "PYTHONUTF8": "1", "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
+        run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", timeout=1800)
+        done = run([*program, text])
         assert done.returncode == 0, done.stderr
         printed.append(done)
     shell, python = printed

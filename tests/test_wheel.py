@@ -28,14 +28,8 @@ def files_of(folder: Path) -> set[str]:
 def python(installed: Path, *arguments: str) -> str:
     """Run the environment's own interpreter somewhere else; its standard output."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(installed.parents[3] / "bin" / "python"), *arguments],
-        cwd=installed.parents[3],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    command, cwd = [str(installed.parents[3] / "bin" / "python"), *arguments], installed.parents[3]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

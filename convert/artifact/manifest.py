@@ -107,10 +107,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Read the manifest of an artifact folder.
-
-        Raises ArtifactError: missing, not JSON, of another or a newer format, or a key of a wrong type.
-        """
+        """Read a folder's manifest; ArtifactError: missing, not JSON, of another format, or a key of a wrong type."""
         path = folder / MANIFEST_NAME
         if not path.exists():
             problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
@@ -122,7 +119,8 @@ class Manifest:
             raise _broken(path, "it holds NaN or Infinity, which are no JSON") from error
         _check(value, path)
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
-        arrays: dict[str, Any] = {"warnings": tuple(value["warnings"])}
+        arrays, taps = dict[str, Any](warnings=tuple(value["warnings"])), value["tap_layers"]
+        arrays["tap_layers"] = None if taps is None else tuple(taps)
         if ranked is not None:
             if len(ranked) != rows or not all(type(each) is int and 0 <= each < vocab for each in ranked):
                 raise _broken(path, f"rank_order_ids: expected {rows} ids below {vocab}, found {len(ranked)} entries")
@@ -134,8 +132,6 @@ class Manifest:
                 arrays["row_checksums"] = decode_checksums(value["row_checksums"], rows)
             except ValueError as error:
                 raise _broken(path, f"row_checksums: {error}") from error
-        if value["tap_layers"] is not None:
-            arrays["tap_layers"] = tuple(value["tap_layers"])
         return cls(**{key: value[key] for key in _TYPES} | arrays)
 
 
@@ -159,7 +155,6 @@ _TEXTS = (
 
 
 def _check(value: dict[str, Any], path: Path) -> None:
-    """Raise ArtifactError for what is no manifest of this version, or has a value of another type."""
     if value.get("format") != FORMAT_NAME:
         raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
     if (found := value.get("format_version")) != FORMAT_VERSION:

@@ -27,10 +27,7 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
 
 
 def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
-    """Check an EAGLE-1/2 head's layers, and put into the configuration what only the tensors tell.
-
-    Returns and raises as `check_eagle3`.
-    """
+    """Check an EAGLE-1/2 head's layers, and settle its configuration, as `check_eagle3`."""
     _settle_layer(tensors, config, "eagle", where)
     hidden, vocab, layers = config["hidden_size"], config["vocab_size"], names.num_layers(tensors)
     expected = {names.FC: (hidden, 2 * hidden), names.FC_BIAS: (hidden,), names.EMBEDDING: (vocab, hidden)}
@@ -41,15 +38,10 @@ def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> lis
 
 
 def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
-    """Check an EAGLE-3 head's layer, and put into the configuration what only the tensors tell.
+    """Check an EAGLE-3 head's layer, put into the configuration what only the tensors tell, and return warnings.
 
-    Returns:
-        warnings.
-
-    Raises:
-        CheckpointError: one of the norms of q and k is missing.
-        MismatchError: shapes, biases or widths disagree.
-        UnsupportedHeadError: `fc.bias` is not zero.
+    Raises CheckpointError where one of the norms of q and k is missing, MismatchError where shapes, biases or widths
+    disagree, UnsupportedHeadError for an `fc.bias` that is not zero.
     """
     hidden = config["hidden_size"]
     target_hidden = config.get("target_hidden_size") or hidden
@@ -63,18 +55,14 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
     expected[names.EMBEDDING] = (config["vocab_size"], hidden)
     check_shapes(tensors, expected, where)
     if target_hidden != hidden and names.EMBEDDING not in tensors:
-        raise MismatchError.at(
-            where,
-            f"the head's width {hidden} differs from the target's {target_hidden}, so it needs an "
-            "embed_tokens.weight of its own, which is missing.\nFetch the complete head.",
-        )
+        problem = f"the head's width {hidden} differs from the target's {target_hidden}, so it needs an"
+        missing = "embed_tokens.weight of its own, which is missing"
+        raise MismatchError.at(where, f"{problem} {missing}.\nFetch the complete head.")
     if tensors.is_nonzero(names.FC_BIAS):
-        raise UnsupportedHeadError.at(
-            where,
-            "fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
-            "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
-            "only a head without it is converted.",
-        )
+        problem = "EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft wrongly without an error"
+        advice = "SGLang and TensorRT-LLM serve it as it is, with bias: true in config.json"
+        advice += "; only a head without it is converted."
+        raise UnsupportedHeadError.at(where, f"fc.bias is not zero; {problem}.\n{advice}")
     warnings = _settle_num_layers(config, 1)
     if config.get(EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
         warnings.append(
@@ -96,10 +84,8 @@ def settle_taps(
 ) -> tuple[int, ...] | None:
     """Find the target layers whose inputs an EAGLE-3 head reads, as far as known without the target (`DraftHead.taps`).
 
-    Raises:
-        CheckpointError: there is no `fc.weight`.
-        MismatchError: `fc` or the norms before it take another number of layers than config.json names, or the layers
-            cannot be known: only --tap-layers can name them.
+    Raises CheckpointError without `fc.weight`; MismatchError where `fc` or the norms before it take another number of
+    layers than config.json names, or the layers cannot be known.
     """
     hidden = config["hidden_size"]
     target_hidden = config.get("target_hidden_size") or hidden
@@ -123,11 +109,9 @@ def settle_taps(
     check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
     stated = config.get("num_aux_hidden_states") or count
     if count != (3 if taps is None else len(taps)) or count != stated:
-        raise MismatchError.at(
-            where,
-            f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}.\n"
-            f"Name the {count} layers whose inputs the head reads with --tap-layers.",
-        )
+        problem = f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}"
+        advice = f"Name the {count} layers whose inputs the head reads with --tap-layers."
+        raise MismatchError.at(where, f"{problem}.\n{advice}")
     norms = [name for name in tensors if name.startswith("fc_norm.")]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         problem = f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head."
@@ -145,15 +129,9 @@ def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:
     """List the shapes of all tensors that a decoder layer may have; `inputs`: columns of the q, k and v projections."""
     hidden, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    matrices = {
-        "self_attn.q_proj": (queries, inputs),
-        "self_attn.k_proj": (keys, inputs),
-        "self_attn.v_proj": (keys, inputs),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (middle, hidden),
-        "mlp.up_proj": (middle, hidden),
-        "mlp.down_proj": (hidden, middle),
-    }
+    attention = ((queries, inputs), (keys, inputs), (keys, inputs), (hidden, queries))
+    mlp = ((middle, hidden), (middle, hidden), (hidden, middle))
+    matrices = dict(zip(names.MATRICES, (*attention, *mlp), strict=True))
     return {
         **{f"{layer}{name}.weight": shape for name, shape in matrices.items()},
         **{f"{layer}{name}.bias": shape[:1] for name, shape in matrices.items()},
@@ -180,21 +158,14 @@ def _settle_layer(tensors: LazyTensors, config: dict[str, Any], kind: names.Head
         # SafeAILab's key, the only one that its EAGLE-1/2 code reads; transformers writes attention_bias beside it.
         config["attention_bias"] = True
     # Qwen2's configuration has no key for either: its layers always have biases of q, k and v.
-    _settle_biases(tensors, config, "attention_bias", attention, attention[:3], where)
-    _settle_biases(tensors, config, "mlp_bias", mlp, mlp, where)
+    for flag, possible, needed in (("attention_bias", attention, attention[:3]), ("mlp_bias", mlp, mlp)):
+        present = [name for name in possible if name in tensors]
+        if config.get(flag) is None:
+            config[flag] = bool(present)
+        if bool(present) != bool(config[flag]) or (present and not all(name in tensors for name in needed)):
+            raise _wrong_flag(flag, config[flag], present, where)
     if config.get("intermediate_size") is None:
         config["intermediate_size"] = tensors.shape(mlp[0].replace(".bias", ".weight"))[0]
-
-
-def _settle_biases(
-    tensors: LazyTensors, config: dict[str, Any], flag: str, possible: Sequence[str], needed: Sequence[str], where: str
-) -> None:
-    present = [name for name in possible if name in tensors]
-    missing = [name for name in needed if name not in tensors]
-    if config.get(flag) is None:
-        config[flag] = bool(present)
-    if bool(present) != bool(config[flag]) or (present and missing):
-        raise _wrong_flag(flag, config[flag], present, where)
 
 
 def _wrong_flag(flag: str, value: object, found: Sequence[str], where: str) -> MismatchError:

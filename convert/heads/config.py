@@ -1,7 +1,7 @@
 """Configuration of a draft head: every published form in, one flat Llama-style config.json out.
 
-Reads the flat form of SafeAILab, SGLang, SpecForge and ModelOpt, and the nested form of speculators. Each change names
-the engine that it is for.
+Reads the flat form of SafeAILab, SGLang, SpecForge and ModelOpt, and the nested form of speculators; of RoPE both
+spellings of transformers. Each change names the engine that it is for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from typing import Any
 
 from .. import names
 from ..errors import MismatchError, UnsupportedHeadError
-from .quantisation import quantisation
-from .rope import check_positive, check_rope, flatten_rope
 from .taps import drop_empty_taps, section
-from .window import settle_window
 
 EMBEDDING_TRAINED_KEY = "embed_requires_grad"
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
@@ -36,12 +33,11 @@ SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS)
 # Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, each
 # with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
 # final_logit_softcapping, which change no order of tokens.
-_NEUTRAL: Mapping[str, float] = {
-    "scale_emb": 1, "scale_depth": 1, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
-    "logit_scale": 1, "lm_head_multiplier": 1, "key_multiplier": 1, "attention_in_multiplier": 1, "rotary_pct": 1,
-    "attention_out_multiplier": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0, "clip_qkv": 0, "alibi": 0,
-    "parallel_attn": 0, "use_parallel_residual": 0,
-}  # fmt: skip
+_SCALES = ("scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
+_FACTORS = ("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "rotary_pct", "attention_out_multiplier")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi")
+_SWITCHES = ("parallel_attn", "use_parallel_residual")
+_NEUTRAL = {**dict.fromkeys((*_SCALES, *_FACTORS), 1.0), **dict.fromkeys((*_CAPS, *_SWITCHES), 0.0)}
 
 # Flags that change the layer's computation, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -52,6 +48,19 @@ _NORM_FLAGS = {
 }
 _FLAGS = (*_NORM_FLAGS, "use_aux_hidden_state", "tie_word_embeddings", EMBEDDING_TRAINED_KEY)
 
+# Those of transformers, and vLLM's of one model each (`rotary_embedding/__init__.py`).
+_COMMON = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "ntk")
+_SCALINGS = (*_COMMON, "mllama4", "xdrope", "deepseek_yarn", "deepseek_llama_scaling", "openpangu", "telechat3-yarn")
+# Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
+_LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
+_AT_TOP = ("rope_theta", "partial_rotary_factor")
+_NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
+
+_SLIDING = "sliding_attention"
+# Words for no method: ModelOpt's, TensorRT-LLM's and transformers'.
+_NO_METHODS = ("none", "null", "", "no_quant", "float16", "bfloat16", "float32", "fp16", "bf16")
+
 
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
@@ -60,14 +69,11 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     has the tensors. `norm_before_residual` is written out for the speculators form, whose default (true) differs from
     that of the flat form (false). Raises MismatchError for a key that is missing or of a wrong type.
     """
-    for key in ("text_config", "transformer_layer_config"):
-        if not isinstance(source.get(key), Mapping | None):
-            raise MismatchError.of_key(where, key, "an object or null", source[key])
+    _check_objects(source, where, "text_config", "transformer_layer_config")
     config = flattened_text(source)
     if (nested := config.get("transformer_layer_config")) is not None:
         config = {"norm_before_residual": True, **_over(nested, config, _SPECULATORS_KEYS), "model_type": "llama"}
-    if not isinstance(config.get("eagle_config"), Mapping | None):
-        raise MismatchError.of_key(where, "eagle_config", "an object or null", config["eagle_config"])
+    _check_objects(config, where, "eagle_config", "rope_parameters", "rope_scaling")
     if config.get("model_type") == "llama4_text" and config.get("intermediate_size_mlp") is not None:
         # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
@@ -78,7 +84,14 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         for flag in (section(config, place).get(key) for place in ("", "eagle_config")):
             if not isinstance(flag, bool | None):
                 raise MismatchError.of_key(where, key, "true, false or null", flag)
-    _settle_norm_flags(config)
+    # vLLM and SGLang read these flags at top level and know no other name; of norm_before_fc they believe eagle_config
+    # first, and TensorRT-LLM reads it there alone.
+    eagle_config = section(config, "eagle_config")
+    for flag, others in _NORM_FLAGS.items():
+        if any(config.get(name) or eagle_config.get(name) for name in (flag, *others)):
+            config[flag] = True
+    if config.get("norm_before_fc"):
+        config["eagle_config"] = {**eagle_config, "norm_before_fc": True}
     drop_empty_taps(config)
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
@@ -105,6 +118,12 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     return config
 
 
+def _check_objects(config: Mapping[str, Any], where: str, *keys: str) -> None:
+    for key in keys:
+        if not isinstance(config.get(key), Mapping | None):
+            raise MismatchError.of_key(where, key, "an object or null", config[key])
+
+
 def unread_warnings(config: Mapping[str, Any]) -> list[str]:
     """Warn of keys that change what a target's layer computes, and that engines do not read for a draft.
 
@@ -122,18 +141,15 @@ def unread_warnings(config: Mapping[str, Any]) -> list[str]:
     rotated = config.get("no_rope_layers")
     changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
     changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
-    if not changing:
-        return []
     said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
     what = "engines and eagle-generate draft without this, so a head that was trained with it has fewer drafts accepted"
-    return [f"{said}: {what}"]
+    return [f"{said}: {what}"] if changing else []
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a `text_config`, where heads of multimodal targets keep their sizes; engines would read nothing else.
 
-    Likewise a `model`, where old configurations of vLLM keep those of an EAGLE-1/2 head
-    (`transformers_utils/configs/eagle.py`).
+    Likewise a `model`, of vLLM's old configurations of EAGLE-1/2 heads (`transformers_utils/configs/eagle.py`).
     """
     whole = source.get("model")
     if source.get("model_type") == "eagle" and isinstance(whole, Mapping):
@@ -190,15 +206,127 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
         raise UnsupportedHeadError.at(where, problem)
 
 
-def _settle_norm_flags(config: dict[str, Any]) -> None:
-    """Put a flag that is set under any name, at top level or in `eagle_config`, where every engine reads it.
+def flatten_rope(config: dict[str, Any], where: str) -> None:
+    """Spell RoPE as `rope_theta` and `rope_scaling`, null for no scaling.
 
-    vLLM and SGLang read these flags at top level and know no other name; of `norm_before_fc` they believe
-    `eagle_config` first, and TensorRT-LLM reads it there alone.
+    transformers 5 writes all of it into `rope_parameters`, and reads `rope_scaling` as another name of that; a base or
+    a partial rotation in there overrides one at top level. Raises MismatchError where the two disagree.
     """
-    nested = section(config, "eagle_config")
-    for flag, others in _NORM_FLAGS.items():
-        if any(config.get(name) or nested.get(name) for name in (flag, *others)):
-            config[flag] = True
-    if config.get("norm_before_fc"):
-        config["eagle_config"] = {**nested, "norm_before_fc": True}
+    parameters, scaling = (_of_the_layer(key, config, where) for key in ("rope_parameters", "rope_scaling"))
+    # Of two that disagree transformers 5 takes rope_scaling, and vLLM rope_parameters.
+    spelled = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    if any(spelled.get(key, value) != value for key, value in parameters.items()):
+        expected = f"what rope_parameters says, {dict(parameters)}"
+        raise MismatchError.of_key(where, "rope_scaling", expected, dict(scaling))
+    both = {**parameters, **scaling}
+    config |= {key: both[key] for key in _AT_TOP if key in both}
+    rest = {key: value for key, value in (scaling or parameters).items() if key != "rope_theta"}
+    does_more = set(rest) - {"rope_type", "type", "partial_rotary_factor"}
+    config["rope_scaling"] = rest if does_more or kind_of(rest) != "default" else None
+    if config.get("rope_theta") is None:
+        config["rope_theta"] = 10000.0
+
+
+def check_rope(config: Mapping[str, Any], where: str) -> None:
+    """Raise MismatchError for a flattened RoPE of an unknown type, or numbers that no rotation is computed with."""
+    scaling, head_dim, part = config["rope_scaling"] or {}, config["head_dim"], config.get("partial_rotary_factor")
+    kind = kind_of(scaling)
+    if kind not in _SCALINGS:
+        raise MismatchError.of_key(where, "rope_scaling.rope_type", f"one of {', '.join(_SCALINGS)}", kind)
+    keys = [key for key in _NUMBERS if key in scaling or key in _NEEDED.get(kind, ())]
+    check_positive({key: config[key] for key in _AT_TOP if config.get(key) is not None}, where)
+    check_positive({f"rope_scaling.{key}": scaling.get(key) for key in keys}, where)
+    if part is not None and int(part * head_dim) not in range(2, head_dim + 1, 2):
+        expected = f"a share that is an even number of the {head_dim} values"
+        raise MismatchError.of_key(where, "partial_rotary_factor", expected, part)
+
+
+def check_positive(numbers: Mapping[str, Any], where: str) -> None:
+    """Raise MismatchError unless each value is a positive finite number."""
+    for key, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < 1e300:
+            raise MismatchError.of_key(where, key, "a positive number", value)
+
+
+def kind_of(scaling: Mapping[str, Any]) -> str:
+    """Return the type of a RoPE scaling, under either of its keys; "default" for none."""
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Read the RoPE parameters under a key: those of the head's layer where each type has its own; {} without any."""
+    rope = _without_null(config.get(key) or {})
+    by_type = [value for value in rope.values() if isinstance(value, Mapping)]
+    if not by_type:
+        return rope
+    if len(by_type) < len(rope):
+        expected = "parameters of one kind of layer, or an object for each kind and nothing else"
+        raise MismatchError.of_key(where, key, expected, rope)
+    types = config.get("layer_types")
+    first = types[0] if isinstance(types, list) and types else None
+    if first in rope:
+        return _without_null(rope[first])
+    if first is not None or any(value != by_type[0] for value in by_type):
+        problem = f"RoPE is given for {' and '.join(rope)} layers apart, and layer_types does not name the head's layer"
+        advice = "Put the right parameters into config.json as rope_theta and rope_scaling."
+        raise MismatchError.at(where, f"{problem}.\n{advice}")
+    return _without_null(by_type[0])
+
+
+def _without_null(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def settle_window(config: dict[str, Any], where: str) -> None:
+    """State whether the head's one layer has a sliding window, in the keys that vLLM and transformers read.
+
+    `layer_types` decides, its first entry where it was copied from a target of many layers. Without it transformers
+    gives Qwen a window from layer `max_window_layers` on; `sliding_window` alone gives no draft layer one anywhere.
+    Raises MismatchError for keys of a wrong type, or that contradict each other.
+    """
+    types, window = config.get("layer_types"), config.get("sliding_window")
+    if not isinstance(types, list | None):
+        raise MismatchError.of_key(where, "layer_types", "a list or null", types)
+    if types is not None and types[:1] != [_SLIDING]:
+        # What every engine computes for any other; transformers refuses a list that is longer than the layers, and vLLM
+        # looks up an EAGLE-1/2 layer after the target's, where it has no entry.
+        del config["layer_types"]
+        if types:
+            return
+    if not types and not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
+        return
+    why = f"as layer_types says {_SLIDING}"
+    if type(window) is not int or window <= 0:
+        raise MismatchError.of_key(where, "sliding_window", f"a positive number of tokens, {why}", window)
+    if config.get("use_sliding_window") is False:
+        raise MismatchError.of_key(where, "use_sliding_window", f"true, {why}", False)
+    config |= {"layer_types": [_SLIDING], "use_sliding_window": True}
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Read the sliding window of a normalised configuration, in tokens, the query's own included; None without one.
+
+    As in transformers, vLLM and speculators, a key is seen if query position - key position < window.
+    """
+    types = config.get("layer_types")
+    return config["sliding_window"] if isinstance(types, list) and types[:1] == [_SLIDING] else None
+
+
+def quantisation(config: Any) -> str | None:
+    """Read the method by which a `quantization_config` quantises weights; None for one that quantises none."""
+    if not isinstance(config, Mapping):
+        return None
+    if isinstance(config.get("quantization"), Mapping):
+        return quantisation(config["quantization"])
+    method = next((config[key] for key in ("quant_algo", "quant_method") if config.get(key)), None)
+    groups, ignored = config.get("config_groups"), config.get("ignore")
+    says_nothing = (
+        str(method).lower() in _NO_METHODS,
+        "quant_algo" in config and str(config["quant_algo"]).lower() in _NO_METHODS,
+        isinstance(groups, Mapping)
+        and not any(isinstance(group, Mapping) and group.get("weights") for group in groups.values()),
+        any(config.get(key) in (16, 32) for key in ("bits", "w_bit")),
+        method == "bitsandbytes" and not (config.get("load_in_8bit") or config.get("load_in_4bit")),
+        isinstance(ignored, list) and any(pattern in ("*", ".*", "re:.*") for pattern in ignored),
+    )
+    return None if any(says_nothing) else str(method)

@@ -14,12 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import names
-from ..errors import MismatchError, UnsupportedHeadError
-from ..sources.source import ResolvedSource
+from ..errors import MismatchError
 from .check import check_shapes, layer_shapes
-from .config import SIZES
 from .draft_head import LazyTensors
-from .taps import TAPS_FLAG, layer_ids, tap_layers
+from .taps import TAPS_FLAG, layer_ids, section, tap_layers
 
 # speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
 QWEN3_DEFAULTS = {
@@ -33,47 +31,26 @@ QWEN3_DEFAULTS = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
 }
-_MASK_EMBEDDING = "mask_embedding.pt"
-
-
-def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the sizes of a draft, in one level; RoPE and windows, which may differ by layer, are copied unread."""
-    merged = in_one_level(source_config)
-    return {key: merged[key] for key in (*SIZES, "hidden_act", "rms_norm_eps") if key in merged}
-
-
-def refuse_mask_embedding(source: ResolvedSource) -> None:
-    """Raise UnsupportedHeadError where a file beside the draft replaces a row of the target's embedding."""
-    if _MASK_EMBEDDING in source.files:
-        problem = f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over."
-        raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
 
 
 def settle_dflash(
-    tensors: LazyTensors,
-    config: Mapping[str, Any],
-    source_config: Mapping[str, Any],
-    where: str,
-    given_taps: Sequence[int] | None,
+    tensors: LazyTensors, config: Mapping[str, Any], merged: Mapping[str, Any], where: str, given: Sequence[int] | None
 ) -> tuple[int, ...]:
     """Check a draft's tensors and mask token, and find the layers of the target whose inputs it reads.
 
-    `config` is what `checked_part` gave, with both vocabularies settled. Raises MismatchError where shapes, widths or
-    numbers of layers disagree, config.json names no layers, or others than were given, or a mask token is outside the
-    vocabulary.
+    `config` is normalised, with both vocabularies settled. Raises MismatchError where shapes, widths or numbers of
+    layers disagree, config.json names no layers, or others than `given`, or a mask token is outside the vocabulary.
     """
-    merged = in_one_level(source_config)
     taps = tap_layers(merged, where)
     if taps is None:
         problem = "config.json names no layers of the target, and engines choose different ones."
         raise MismatchError.at(where, f"{problem}\nAdd those whose outputs the draft reads as target_layer_ids.")
-    if given_taps is not None and layer_ids(given_taps, where, TAPS_FLAG, lowest=0) != taps:
+    if given is not None and layer_ids(given, where, TAPS_FLAG, lowest=0) != taps:
         problem = f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}."
         raise MismatchError.at(where, f"{problem}\nLeave the option out.")
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
-    own = merged.get("dflash_config")
-    for key, part in (("dflash_config.mask_token_id", own), ("mask_token_id", merged)):
-        mask = part.get("mask_token_id") if isinstance(part, Mapping) else None
+    for place in ("dflash_config", ""):
+        key, mask = f"{place}.mask_token_id".lstrip("."), section(merged, place).get("mask_token_id")
         if mask is not None and not (type(mask) is int and 0 <= mask < vocab):
             raise MismatchError.at(where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.")
 
@@ -87,8 +64,7 @@ def settle_dflash(
     rank = tensors.shape(names.MARKOV_OUT)[-1] if names.MARKOV_OUT in tensors else 0
     expected = {
         names.FC: (hidden, columns),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
+        **dict.fromkeys(("hidden_norm.weight", "norm.weight"), (hidden,)),
         names.LM_HEAD: (rows, hidden),
         names.EMBEDDING: (vocab, hidden),
         names.MARKOV_IN: (vocab, rank),
@@ -102,7 +78,6 @@ def settle_dflash(
 
 def in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten config.json of either form, with the defaults that speculators leaves out."""
-    nested = source_config.get("transformer_layer_config")
-    nested = nested if isinstance(nested, Mapping) else {}
+    nested = section(source_config, "transformer_layer_config")
     is_brief = bool(nested) and nested.get("model_type") in (None, "qwen3")
     return {**(QWEN3_DEFAULTS if is_brief else {}), **nested, **source_config}

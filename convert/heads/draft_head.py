@@ -29,10 +29,7 @@ def has_padding_of(rows: int, vocab: int) -> bool:
 
 @dataclass(frozen=True)
 class LazyTensors:
-    """The tensors of a head, read from the checkpoint on demand; `stored`: name there by canonical name.
-
-    All methods but `is_nonzero` raise KeyError for a name that the head has not.
-    """
+    """The tensors of a head, read on demand; `stored`: name in the checkpoint by canonical name, else KeyError."""
 
     source: Checkpoint
     stored: Mapping[str, str]

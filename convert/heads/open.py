@@ -21,15 +21,14 @@ from .. import names
 from ..artifact.checksums import sha256_file
 from ..artifact.files import CONFIG_NAME, WEIGHTS_NAME
 from ..artifact.manifest import Manifest
-from ..errors import CheckpointError, MismatchError
+from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..rows.checkpoint import Checkpoint, open_checkpoint
 from ..rows.files import WEIGHTS, check_blob
 from ..sources.source import ResolvedSource, open_head_source
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
-from .config import metadata_target, normalise_config, refuse_foreign, says_dflash, unread_warnings
-from .dflash import checked_part, in_one_level, refuse_mask_embedding, settle_dflash
+from .config import SIZES, metadata_target, normalise_config, quantisation, refuse_foreign, says_dflash, unread_warnings
+from .dflash import in_one_level, settle_dflash
 from .draft_head import DraftHead, LazyTensors
-from .quantisation import quantisation
 from .taps import with_tap_layers
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
@@ -38,6 +37,7 @@ D2tForm = Literal["auto", "offset", "absolute"]
 QUANT_NAME = "hf_quant_config.json"
 """ModelOpt's configuration of a quantisation, which vLLM reads where config.json has none."""
 
+_Vector = NDArray[np.int64] | None
 _INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8}
 
 
@@ -53,8 +53,7 @@ def open_head(
     """Open a draft head: EAGLE-3 in any spelling, full or with a map, EAGLE-1/2, or a DFlash draft.
 
     Args:
-        source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head for
-            SmolLM2-135M-Instruct.
+        source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head.
         d2t_form: "offset" (target id = i + d2t[i]), "absolute", or "auto", which tells them apart by the rules of
             `vocab_tools.token_maps` and refuses the absolute form.
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
@@ -79,8 +78,9 @@ def open_head(
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
     head = head_from_checkpoint(checkpoint, config, source.name, d2t_form=d2t_form, tap_layers=tap_layers)
-    if head.kind == "dflash":
-        refuse_mask_embedding(source)
+    if head.kind == "dflash" and "mask_embedding.pt" in source.files:
+        problem = "mask_embedding.pt replaces a row of the target's embedding, and is not carried over."
+        raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
     read = [file.path.name for file in checkpoint.files]
     if others := [name for name in source.files if WEIGHTS.fullmatch(name) and name not in read]:
         problem = f"{', '.join(others[:4])}: not read, as {read[0]} is; an engine may read them instead, or too"
@@ -89,21 +89,15 @@ def open_head(
 
 
 def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Read a head's config.json, held against the manifest beside it, if there is one.
-
-    A quantisation that ModelOpt keeps in a file of its own is put where others keep it.
-    """
-    path = folder / CONFIG_NAME
+    """Read a head's config.json, held against a manifest beside it, with ModelOpt's quantisation from its own file."""
+    path, quantised = folder / CONFIG_NAME, folder / QUANT_NAME
     config = read_object(path, CheckpointError)
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
         problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
         raise CheckpointError.at(where, problem)
-    quantised = folder / QUANT_NAME
-    if quantised.exists():
-        found = read_object(quantised, CheckpointError)
-        # ModelOpt writes the file with a null algorithm beside unquantised heads.
-        if quantisation(found) is not None:
-            config["quantization_config"] = found
+    # ModelOpt writes the file with a null algorithm beside unquantised heads.
+    if quantised.exists() and quantisation(found := read_object(quantised, CheckpointError)) is not None:
+        config["quantization_config"] = found
     return config
 
 
@@ -121,21 +115,23 @@ def head_from_checkpoint(
     table = names.canonical_names(checkpoint.names, location, is_dflash=is_dflash)
     if table.kind == "dflash" and not is_dflash:
         raise names.other_draft("dflash", location)
-    flat = normalise_config(checked_part(config) if is_dflash else config, location)
+    whole = in_one_level(config) if is_dflash else {}
+    # RoPE and windows of a DFlash draft, which may differ by layer, are copied unread.
+    part = {key: whole[key] for key in (*SIZES, "hidden_act", "rms_norm_eps") if key in whole}
+    flat = normalise_config(part if is_dflash else config, location)
     if table.kind == "eagle3" and flat.get("tie_word_embeddings") and names.EMBEDDING in table.stored:
         # Of two tied matrices transformers stores the embedding alone.
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
     ids, taps = None, None
-    warnings = unread_warnings({**in_one_level(config), **flat} if is_dflash else flat)
+    warnings = unread_warnings({**whole, **flat})
     d2t, t2d = (_integers(tensors, name, location) for name in names.MAPS)
     stated = flat.get("vocab_size")
     vocab = stated if t2d is None else len(t2d)
     if vocab is None or stated not in (None, vocab):
-        problem = f"vocab_size: expected the target's vocabulary size, found {stated}"
-        if t2d is not None:
-            problem += f" and {vocab} entries of t2d"
+        also = "" if t2d is None else f" and {vocab} entries of t2d"
+        problem = f"vocab_size: expected the target's vocabulary size, found {stated}{also}"
         raise MismatchError.at(location, f"{problem}.\nCorrect config.json, or fetch the head again.")
     flat["vocab_size"] = vocab
     if table.kind == "eagle":
@@ -148,7 +144,7 @@ def head_from_checkpoint(
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):
             warnings.append("the map was not in ascending order; rows and map are sorted together")
     if table.kind == "dflash":
-        taps = settle_dflash(tensors, flat, config, location, tap_layers)
+        taps = settle_dflash(tensors, flat, whole, location, tap_layers)
     if table.kind == "eagle3":
         warnings += check_eagle3(tensors, flat, location)
         if d2t_form == "auto" and ids is not None and t2d is None and (ids == np.arange(len(ids))).all():
@@ -177,20 +173,10 @@ def head_from_checkpoint(
 
 
 def _target_ids(
-    d2t: NDArray[np.int64] | None,
-    t2d: NDArray[np.int64] | None,
-    tensors: LazyTensors,
-    config: dict[str, Any],
-    where: str,
-    form: D2tForm,
-) -> NDArray[np.int64] | None:
-    """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`.
-
-    Raises:
-        MismatchError: map, LM head and configuration disagree, or the map breaks its rules.
-    """
-    vocab = config["vocab_size"]
-    stated = config.get("draft_vocab_size")
+    d2t: _Vector, t2d: _Vector, tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm
+) -> _Vector:
+    """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`."""
+    vocab, stated = config["vocab_size"], config.get("draft_vocab_size")
     rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
     # Trainers store the trivial map of a full vocabulary too: zero offsets, every token allowed.
     is_trivial = (d2t is None or (len(d2t) == vocab and not d2t.any())) and (t2d is None or bool(t2d.all()))
@@ -209,10 +195,9 @@ def _target_ids(
         advice = "Correct config.json." if len(d2t) == rows else "The files are of two heads: fetch them again."
     if problem is not None:
         raise MismatchError.at(where, f"{problem}.\n{advice}")
+    config["draft_vocab_size"] = vocab if is_trivial else rows
     if is_trivial or d2t is None:
-        config["draft_vocab_size"] = vocab
         return None
-    config["draft_vocab_size"] = rows
     mask = None if t2d is None else t2d.astype(bool)
     try:
         ids = ids_from_d2t(d2t, t2d=mask, form=None if form == "auto" else form, target_vocab=vocab)
@@ -221,12 +206,11 @@ def _target_ids(
     return np.asarray(ids, dtype=np.int64)
 
 
-def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] | None:
+def _integers(tensors: LazyTensors, name: str, where: str) -> _Vector:
     if name not in tensors:
         return None
     info = tensors.info(name)
     if info.dtype not in _INTEGERS or len(info.shape) != 1:
         problem = f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}."
         raise MismatchError.at(where, f"{problem}\nFetch the head again.")
-    values = tensors.source.array(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
-    return values.astype(np.int64)
+    return tensors.source.array(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype]).astype(np.int64)

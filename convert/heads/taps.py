@@ -52,11 +52,9 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
     for place, name, ids in _named(config):
         key, shift = f"{place}.{name}".lstrip("."), TAP_KEYS[place].get(name)
         if shift is None:
-            raise MismatchError.at(
-                where,
-                f"{key}: {ids} seem to be layers of the target that the head reads, and whether their inputs or their "
-                f"outputs is not known.\nName the layers whose inputs it reads with {TAPS_FLAG}.",
-            )
+            doubt = "whether their inputs or their outputs is not known"
+            problem = f"{key}: {ids} seem to be layers of the target that the head reads, and {doubt}"
+            raise MismatchError.at(where, f"{problem}.\nName the layers whose inputs it reads with {TAPS_FLAG}.")
         layers = layer_ids(ids, where, key, lowest=-shift)
         if (place, name) == ("eagle_config", AUX_LAYER_KEY) and max(layers) == num_layers:
             shift = 0
@@ -64,10 +62,8 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
     if len(set(readings.values())) > 1:
         said = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
         ask = "Name the target, whose number of layers may tell, or say" if num_layers is None else "Say"
-        raise MismatchError.at(
-            where,
-            f"the keys that name the layers which the head reads disagree: {said}.\n{ask} which with {TAPS_FLAG}.",
-        )
+        problem = f"the keys that name the layers which the head reads disagree: {said}"
+        raise MismatchError.at(where, f"{problem}.\n{ask} which with {TAPS_FLAG}.")
     return next(iter(readings.values()), None)
 
 

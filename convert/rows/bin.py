@@ -34,7 +34,6 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         refuse_pointers(path)
-        self.size_bytes = path.stat().st_size
         self._loaded = {name: _dense(path, name, value) for name, value in _load(path).items()}
         self.tensors = {
             name: TensorInfo(name, _SHORT_NAMES[str(found.dtype)[6:]], tuple(found.shape), found.nbytes)
@@ -90,11 +89,8 @@ def _checked(path: Path) -> Path | io.BytesIO:
         if (bad := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is not that of its bytes")
         pickled = next((record for record in records if record.filename.endswith("data.pkl")), None)
-        if pickled is None:
+        if pickled is None or archive.read(pickled)[:2] < b"\x80\x04":
             return path
-        with archive.open(pickled) as opened:
-            if opened.read(2) < b"\x80\x04":
-                return path
         rewritten = io.BytesIO()
         with zipfile.ZipFile(rewritten, "w") as copy:
             for record in records:
@@ -143,7 +139,6 @@ def _by_protocol_2(pickled: bytes) -> bytes:
 
 
 def _dense(path: Path, name: object, value: object) -> torch.Tensor:
-    """Return a value of the loaded mapping as a plain dense tensor, negative and conjugate views made so."""
     import torch
 
     if not isinstance(name, str) or not isinstance(value, torch.Tensor):

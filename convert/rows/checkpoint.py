@@ -54,9 +54,9 @@ class Checkpoint:
         return cls(where or str(file.path), dict.fromkeys(file.tensors, file))
 
     def expect(self, header_sha256: str, tensors: Mapping[str, str]) -> None:
-        """Hold the one safetensors file against checksums: its header now, each tensor before it is first taken.
+        """Hold the one safetensors file against SHA-256 checksums: its header now, each tensor when it is first taken.
 
-        `tensors` has the SHA-256 of each by name. Raises CheckpointError, now or later, where one differs.
+        Raises CheckpointError, now or later, where one differs.
         """
         file, *others = self.files
         with file.path.open("rb") as opened:
@@ -141,13 +141,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Rows of a checkpoint's tensor on their way to the slim file: as they are, or rounded to another dtype.
+    """Rows of a checkpoint's tensor on their way to the slim file: as they are, or rounded to `dtype`.
 
-    Attributes:
-        name: of the tensor in the checkpoint.
-        dtype: of the rows that are written.
-        where: source in words, for messages, which also name `target_ids` int64 [rows], the token of each row.
-        row_ids: int64 [rows], the rows wanted, in that order; None for all of them.
+    `row_ids` int64 [rows] are the rows wanted, in that order; None for all. Messages name `where`, and of `target_ids`
+    int64 [rows], the token of each row.
     """
 
     source: Checkpoint
@@ -196,9 +193,8 @@ class SourceRows:
 def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> Checkpoint:
     """Open the weights in a folder as `save_pretrained` writes it; `files.choose_weights` chooses the file.
 
-    Shards that hold none of the tensors `only` (all, if None) need not be there.
-
-    Raises CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
+    Shards that hold none of the tensors `only` (all, if None) need not be there. Raises CheckpointError: no weights, or
+    damaged, incomplete, contradictory or unsafe ones.
     """
     folder = Path(folder)
     chosen = choose_weights(list_names(folder), str(folder))
@@ -217,5 +213,4 @@ def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> 
 
 
 def _open(path: Path) -> WeightsFile:
-    """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors."""
     return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)

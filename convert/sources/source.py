@@ -19,19 +19,9 @@ from ..names import canonical_names
 from ..rows.files import choose_weights, clean_subfolder, list_names, read_index
 from .builtin import embedded_head
 
-_TARGET_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+_TOKENS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+_TARGET_FILES = ("config.json", "generation_config.json", *_TOKENS, *_SETTINGS)
 """Small files of a target: its configuration and its tokenizer."""
 
 _HEAD_FILES = (*_TARGET_FILES, "hf_quant_config.json", MANIFEST_NAME, "README.md")
@@ -40,10 +30,9 @@ _HEAD_FILES = (*_TARGET_FILES, "hf_quant_config.json", MANIFEST_NAME, "README.md
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A head or a target in a folder on this disk, and where it came from.
+    """A head or a target in a folder on this disk, a snapshot of the Hub's cache where `repo_id` and `commit` are set.
 
     Attributes:
-        folder: holds the files; a snapshot of the Hub's cache where `repo_id` and `commit` are set.
         files: names within `folder` of its files, on the Hub of all; those not asked for are not on this disk.
         subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
         name: how the user called it, sub-folder included, for messages.
@@ -81,10 +70,7 @@ class ResolvedSource:
         return Manifest.load(self.folder) if (self.folder / MANIFEST_NAME).exists() else None
 
     def on_card(self, key: str) -> str | None:
-        """Return what its model card, or else the repository's, says under a key of its front matter; None for several.
-
-        For example "apache-2.0" for "license".
-        """
+        """Return what its model card's front matter, or else the repository's, says ("license"); None for several."""
         value = (_front_matter(self.folder) or _front_matter(self.root)).get(key)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
@@ -99,8 +85,7 @@ def open_head_source(
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
         revision: of the repository; refused for a folder.
-        subfolder: where in the repository or folder the head is. The repository's card comes with it where the
-            sub-folder has none.
+        subfolder: where in it the head is. The repository's card comes with it where the sub-folder has none.
 
     Raises:
         UsageError: a sub-folder that would lead out.
@@ -142,9 +127,8 @@ def _resolve(source: str | Path, revision: str | None, offline: bool, choose: Ch
     path_like = isinstance(source, Path) or repo_id.startswith(("/", ".", "~")) or repo_id.count("/") > 1 or not repo_id
     if path_like or folder.is_file() or folder.is_symlink():
         kind = "is a file" if folder.is_file() else "no such folder"
-        raise SourceError.at(
-            plain(repo_id) or "(empty)", f"{kind}.\nExpected a folder, or a Hub repository such as name/model."
-        )
+        advice = "Expected a folder, or a Hub repository such as name/model."
+        raise SourceError.at(plain(repo_id) or "(empty)", f"{kind}.\n{advice}")
     found = find_snapshot(repo_id, revision, offline, choose)
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
@@ -166,7 +150,6 @@ def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> Sourc
 
 
 def _front_matter(folder: Path) -> dict[str, Any]:
-    """Return the YAML between the two `---` lines at the top of a README.md; {} without one, or an invalid one."""
     import yaml  # type: ignore[import-untyped]  # PyYAML's stubs are a package of their own
 
     try:

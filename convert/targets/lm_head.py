@@ -22,10 +22,7 @@ from ..rows.files import LONG_NAMES, TensorInfo
 
 @dataclass(frozen=True)
 class LmHead:
-    """The matrix that rows are gathered from: the head's own, or the target's.
-
-    `name` is that of the tensor, [rows, hidden], as it is stored; `where` is for messages.
-    """
+    """The matrix [rows, hidden] that rows are gathered from, by its stored name: the head's own, or the target's."""
 
     checkpoint: Checkpoint
     name: str
@@ -48,10 +45,7 @@ class LmHead:
         return {"from": self.origin, "tensor": self.name, "rows": self.info.num_rows, **dtypes}
 
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:
-        """Choose the rows of `target_ids`, in that order; nothing is read yet.
-
-        Raises MismatchError as `rows_of_ids`, or for an id beyond the rows of the target.
-        """
+        """Choose the rows of `target_ids`, not read yet; MismatchError as `rows_of_ids`, or for an id beyond them."""
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         if len(rows) and (last := int(rows.max())) >= self.info.num_rows:
             problem = f"{self.name} has {self.info.num_rows} rows, none for id {last} of the head's {head.target_vocab}"
@@ -76,10 +70,7 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the LM-head row of each target id, int64 [ids]: for a head with a map, by the map's inverse.
-
-    Raises MismatchError for an id that the head was never trained on.
-    """
+    """Return the LM-head row of each target id, int64 [ids]; MismatchError for one that was never trained on."""
     if head.draft_ids_to_target is None:
         return target_ids
     order = np.argsort(head.draft_ids_to_target, kind="stable").astype(np.int64)

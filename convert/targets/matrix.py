@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +37,7 @@ EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
-    """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
-
-    Raises CheckpointError where there is neither, or no LM head and `tied` is False.
-    """
+    """Return the LM head's name among `names`, the embedding first where `tied`, else last; else CheckpointError."""
     parts = tuple(f"{prefix}lm_head." for prefix in _MODEL)
     other = next((name for name in names if name.startswith(parts) and name not in LM_HEAD_NAMES), None)
     if not tied and other is not None:
@@ -73,10 +70,11 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     `target_files`; SourceError where the server ignores byte ranges; CheckpointError where the weights are damaged, or
     have no LM head in floating point.
     """
-    if target.repo_id is None:
+    try:
         return open_local_lm_head(target.folder, target.label)
-    with contextlib.suppress(CheckpointError):
-        return open_local_lm_head(target.folder, target.label)
+    except CheckpointError:
+        if target.repo_id is None:
+            raise
     with contextlib.suppress(CheckpointError):
         return _fetched(target)
     if offline or is_offline():
@@ -129,10 +127,7 @@ def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
 
 
 def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> LmHead:
-    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
-
-    `tied`: whether it is the input embedding; by default as config.json says.
-    """
+    """Open the LM head of a target in a folder, of whose shards its own suffices; `tied` as config.json says."""
     tied, only = ties_embedding(folder) if tied is None else tied, None
     chosen = choose_weights(list_names(folder), str(folder))
     if chosen.endswith(".index.json"):
@@ -144,7 +139,6 @@ def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> Lm
 
 
 def _checked(lm_head: LmHead) -> LmHead:
-    """Check that an LM head is a matrix of floating-point numbers, and return it."""
     info = lm_head.checkpoint.info(lm_head.name)
     if len(info.shape) != 2 or info.dtype not in FLOATS:
         problem = f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}"
@@ -153,10 +147,8 @@ def _checked(lm_head: LmHead) -> LmHead:
 
 
 def _fetch(target: ResolvedSource) -> LmHead:
-    snapshot = target.snapshot
+    snapshot, tied, shard_of = target.snapshot, ties_embedding(target.folder), dict[str, str]()
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
-    tied = ties_embedding(target.folder)
-    shard_of: Mapping[str, str] = {}
     if chosen.endswith(".index.json"):
         fetch(snapshot, [chosen], offline=False)
         shard_of = read_index(target.folder / chosen)
@@ -176,7 +168,6 @@ def _fetch(target: ResolvedSource) -> LmHead:
 
 
 def _fetched(target: ResolvedSource) -> LmHead:
-    """Open the LM head that was fetched of this commit; CheckpointError where none was."""
     file = kept_tensor(cached_tensor(target.snapshot.repo_id, target.snapshot.commit))
     (name,) = file.tensors
     return _checked(LmHead(Checkpoint.of(file, target.label), name, target.label, "target"))

@@ -20,7 +20,6 @@ from ..sources.source import ResolvedSource, target_files
 
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
 _MOST_SURPLUS = 8
-_OTHER_TARGET = "This is not the target that the head was trained for: give that one with --target."
 
 RECORDED = "recorded in the head's manifest"
 
@@ -55,12 +54,9 @@ def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | N
         return TargetChoice(None, "the built-in head's")
     if head.target_name is not None and not is_missing_folder(head.target_name):
         return TargetChoice(head.target_name, "named in the head's config.json")
-    if head.manifest is not None:
-        recorded = head.manifest.target
-        if recorded.get("wheel"):
-            return TargetChoice(None, RECORDED)
-        if recorded.get("repo_id"):
-            return TargetChoice(str(recorded["repo_id"]), RECORDED)
+    recorded = {} if head.manifest is None else head.manifest.target
+    if recorded.get("wheel") or recorded.get("repo_id"):
+        return TargetChoice(None if recorded.get("wheel") else str(recorded["repo_id"]), RECORDED)
     if head.source is None:
         return None
     if (known := known_target(head.source.repo_id)) is not None:
@@ -108,10 +104,9 @@ def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
         ("vocab_size", vocab, head.target_vocab, isinstance(vocab, int) and has_padding_of(head.target_vocab, vocab)),
     ):
         if isinstance(found, int) and not fits:
-            raise MismatchError(
-                f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
-                f"{_OTHER_TARGET}"
-            )
+            problem = f"{key}: the head {head.location} expects {value}, found {found}"
+            advice = "This is not the target that the head was trained for: give that one with --target."
+            raise MismatchError.at(f"target {target.name}", f"{problem}.\n{advice}")
     head.taps(target.num_layers)
 
 
@@ -120,10 +115,8 @@ def open_tokenizer(
 ) -> LoadedTokenizer | None:
     """Load the tokenizer that is given, else the target's own; None where there is neither.
 
-    Raises:
-        MismatchError: it is not the target's, by its hash; or it has many tokens beyond the rows of the target's
-            vocabulary, or far fewer than there are rows.
-        TokenizerError: it cannot be loaded.
+    Raises TokenizerError where it cannot be loaded; MismatchError where it is not the target's, by its hash, has many
+    tokens beyond the rows of the target's vocabulary, or far fewer than there are rows.
     """
     own = None
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -136,19 +129,14 @@ def open_tokenizer(
     if tokenizer is None:
         return None
     if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
-        raise MismatchError(
-            f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
-            f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
-            "Leave --tokenizer out to use the target's own."
-        )
-    surplus = int((tokenizer.real_ids >= target_vocab).sum())
-    missing = target_vocab - tokenizer.vocab_size
+        hashes = f"hash {tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…"
+        problem = f"tokenizer {given}: its vocabulary is not that of the target {own.source} ({hashes})"
+        raise MismatchError(f"{problem}.\nLeave --tokenizer out to use the target's own.")
+    surplus, missing = int((tokenizer.real_ids >= target_vocab).sum()), target_vocab - tokenizer.vocab_size
     if surplus > _MOST_SURPLUS or missing > max(MAX_PADDING, target_vocab // 20):
-        raise MismatchError(
-            f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
-            f"{target_vocab} rows.\n"
-            "This is the tokenizer of another model: name the right one with --tokenizer or --target."
-        )
+        problem = f"has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has {target_vocab} rows"
+        advice = "This is the tokenizer of another model: name the right one with --tokenizer or --target."
+        raise MismatchError(f"tokenizer {tokenizer.source}: {problem}.\n{advice}")
     return tokenizer
 
 
@@ -156,15 +144,11 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
     """Raise MismatchError where the vocabulary of a head that is an artifact was chosen for another tokenizer."""
     recorded = None if head.manifest is None else (head.manifest.tokenizer or {}).get("hash")
     if tokenizer is not None and recorded not in (None, tokenizer.tokenizer_hash):
-        raise MismatchError.at(
-            head.location,
-            f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
-            "Name the right one with --target or --tokenizer.",
-        )
+        problem = f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}"
+        raise MismatchError.at(head.location, f"{problem}.\nName the right one with --target or --tokenizer.")
 
 
 def _config(source: ResolvedSource) -> dict[str, Any]:
-    """Read a target's configuration, that of the text part over the whole; MismatchError for sizes that are none."""
     config = read_object(source.folder / "config.json", SourceError)
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config

@@ -1,7 +1,4 @@
-"""Checks of an artifact alone: every byte as in its manifest, and the rules of the format.
-
-A rule catches what at least one engine accepts silently and then gets wrong; FORMAT.md has the reasons.
-"""
+"""Checks of an artifact alone: every byte as in its manifest, and the rules of FORMAT.md, which has the reasons."""
 
 from __future__ import annotations
 
@@ -31,34 +28,28 @@ from ..rows.checkpoint import Checkpoint
 from ..rows.files import FLOATS, LONG_NAMES, TORCH_SUFFIXES, SafetensorsFile, all_finite
 from ..slim.tensors import config_of
 
-_MAPS = frozenset(names.MAPS)
 _READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a check: its status, and its finding or reason."""
-
-    status: Status
-    detail: str
+Outcome = tuple[Status, str]
+"""Status of a check, and its finding or reason."""
 
 
-def skipped(reason: str) -> Outcome:
-    """Return the outcome of a check that cannot be made."""
-    return Outcome("skipped", reason)
+class SkippedError(Exception):
+    """A check cannot be made, for the reason that the message gives."""
 
 
 def failed(*problems: str) -> Outcome:
     """Return the outcome of a check that found faults."""
-    return Outcome("failed", "; ".join(problems))
+    return "failed", "; ".join(problems)
 
 
 def settled(found: str, *problems: str) -> Outcome:
     """Return a failure with all problems, or, where there are none, ok with the finding."""
-    return failed(*problems) if problems else Outcome("ok", found)
+    return failed(*problems) if problems else ("ok", found)
 
 
 class ArtifactParts:
@@ -94,10 +85,7 @@ class ArtifactParts:
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
-        """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range.
-
-        Without a map: those of the token map for EAGLE-1/2, every id for a full vocabulary.
-        """
+        """Target id of each row, int64 [draft_vocab], unique, ascending and in range; of EAGLE-1/2 of the token map."""
         ranked, vocab = self.manifest.rank_order_ids, self.manifest.target_vocab
         if ranked is None:
             return np.arange(vocab)
@@ -139,23 +127,16 @@ def no_lm_head(manifest: Manifest) -> str | None:
     return "EAGLE-1/2 heads have no map and no LM head of their own" if manifest.kind == "eagle" else None
 
 
-def _no_map(manifest: Manifest) -> str | None:
-    return no_lm_head(manifest) or _full(manifest, "map")
-
-
 def _full(manifest: Manifest, what: str) -> str | None:
     return f"a full vocabulary has no {what}" if manifest.rank_order_ids is None else None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One check.
+    """One check, `run` once all that it needs could be read.
 
-    Attributes:
-        run: makes it, once all that it needs could be read.
-        needs: names of `ArtifactParts`, in this order. Where one cannot be read, this check fails with the reason, and
-            every later one that needs it is skipped.
-        skip: returns the reason why an artifact has nothing to check, or None.
+    `needs` names `ArtifactParts`, in this order: where one cannot be read, this check fails with the reason, and every
+    later one that needs it is skipped. `skip` returns the reason why an artifact has nothing to check, or None.
     """
 
     name: str
@@ -167,28 +148,27 @@ class Rule:
         """Make the check; `unread` are the parts that could not be read, to which it adds."""
         for need in self.needs:
             if need in unread:
-                return skipped(f"{need} could not be read")
+                return "skipped", f"{need} could not be read"
             try:
                 getattr(parts, need)
             except EagleSlimError as error:
                 unread.add(need)
                 return failed(str(error))
             if need == "manifest" and (reason := self.skip(parts.manifest)) is not None:
-                return skipped(reason)
+                return "skipped", reason
         try:
             return self.run(parts)
+        except SkippedError as reason:
+            return "skipped", str(reason)
         except EagleSlimError as error:
             return failed(str(error))
 
 
 def _weights(parts: ArtifactParts) -> Outcome:
-    """Check that the safetensors file carries the metadata that loaders ask for."""
-    metadata, found = (
-        parts.weights.metadata,
-        f"{len(parts.weights.tensors)} tensors, {parts.weights.size_bytes:,} bytes",
-    )
-    is_right = metadata.get("format") == "pt"
-    return settled(found) if is_right else failed(f"metadata: expected format 'pt', found {dict(metadata)}")
+    weights = parts.weights
+    if weights.metadata.get("format") != "pt":
+        return failed(f"metadata: expected format 'pt', found {weights.metadata}")
+    return settled(f"{len(weights.tensors)} tensors, {weights.size_bytes:,} bytes")
 
 
 def _stray_files(parts: ArtifactParts) -> Outcome:
@@ -219,7 +199,6 @@ def _file_checksums(parts: ArtifactParts) -> Outcome:
 
 
 def _tensor_checksums(parts: ArtifactParts) -> Outcome:
-    """Check size, header and tensors of the weights against the manifest."""
     entry, size_bytes = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights.size_bytes
     if size_bytes != entry.get("size_bytes"):
         return failed(f"expected {entry.get('size_bytes')} bytes, found {size_bytes}")
@@ -238,9 +217,9 @@ def _tensor_names(parts: ArtifactParts) -> Outcome:
     if table.kind != manifest.kind:
         problems.append(f"these are the tensors of {table.kind}, the manifest says {manifest.kind}")
     if manifest.kind != "eagle":
-        wanted = {names.LM_HEAD} | (_MAPS if manifest.rank_order_ids is not None else frozenset())
-        problems += [f"{name} is missing" for name in sorted(wanted - set(tensors))]
-        problems += [f"{name} with a full vocabulary" for name in sorted((_MAPS & set(tensors)) - wanted)]
+        maps = names.MAPS if manifest.rank_order_ids is not None else ()
+        problems += [f"{name} is missing" for name in sorted((*maps, names.LM_HEAD)) if name not in tensors]
+        problems += [f"{name} with a full vocabulary" for name in names.MAPS if name in tensors and name not in maps]
     if manifest.kind == "eagle3" and names.FC_BIAS in tensors:
         problems.append(f"{names.FC_BIAS} has no place in EAGLE-3: vLLM drops it silently")
     if manifest.kind == "eagle" and names.FC_BIAS not in tensors:
@@ -249,7 +228,6 @@ def _tensor_names(parts: ArtifactParts) -> Outcome:
 
 
 def _t2d(parts: ArtifactParts) -> Outcome:
-    """Check that t2d marks exactly the ids of d2t."""
     vocab, marked, ids = parts.manifest.target_vocab, np.flatnonzero(parts.mask), parts.ids
     if len(parts.mask) != vocab:
         return failed(f"expected {vocab} entries, found {len(parts.mask)}")
@@ -259,10 +237,9 @@ def _t2d(parts: ArtifactParts) -> Outcome:
 
 
 def _ranks(parts: ArtifactParts) -> Outcome:
-    """Check that the manifest ranks exactly the ids of the map, forced ids first."""
-    manifest, ranked, ranks = parts.manifest, parts.manifest.rank_order_ids, parts.manifest.ranks
-    assert ranked is not None
+    manifest, ranks = parts.manifest, parts.manifest.ranks
     assert ranks is not None
+    ranked = ranks.target_ids
     forced = {int(token_id) for token_id in (manifest.vocabulary or {}).get("forced", {})}
     if forced != set(ranked[: manifest.num_forced].tolist()):
         return failed(f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids")
@@ -271,11 +248,10 @@ def _ranks(parts: ArtifactParts) -> Outcome:
     found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
     if manifest.num_uncounted is not None:
         found += f", {manifest.num_uncounted} never counted"
-    return Outcome("warning" if uncounted_warning(ranks) else "ok", found)
+    return "warning" if uncounted_warning(ranks) else "ok", found
 
 
 def _rows(parts: ArtifactParts) -> Outcome:
-    """Check that every lm_head row has the checksum of the row that was written there."""
     manifest, shape = parts.manifest, parts.checkpoint.info(names.LM_HEAD).shape
     if len(shape) != 2 or shape[0] != manifest.draft_vocab:
         return failed(f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows")
@@ -289,7 +265,6 @@ def _rows(parts: ArtifactParts) -> Outcome:
 
 
 def _finite_values(parts: ArtifactParts) -> Outcome:
-    """Check that no tensor holds NaN or infinity."""
     tensors, checkpoint = parts.weights.tensors, parts.checkpoint
     floating = {name: tensors[name].dtype for name in sorted(tensors) if tensors[name].dtype in FLOATS}
     bad = [name for name in floating if not all(all_finite(x, floating[name]) for x in checkpoint.pieces(name))]
@@ -313,7 +288,6 @@ def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) ->
 
 
 def _tap_layers(parts: ArtifactParts) -> Outcome:
-    """Check that config.json names the tap layers of the manifest."""
     layers, recorded = parts.head.taps(parts.target_layers), parts.manifest.tap_layers
     if layers != recorded:
         return failed(f"config.json names {layers}, the manifest {recorded}")
@@ -321,7 +295,6 @@ def _tap_layers(parts: ArtifactParts) -> Outcome:
 
 
 def _token_map(parts: ArtifactParts) -> Outcome:
-    """Check that the token map for SGLang and FR-Spec is a list of exactly the ranked ids."""
     ranked, rows = parts.manifest.rank_order_ids, parts.manifest.draft_vocab
     assert ranked is not None
     path = parts.folder / freq_name(rows)
@@ -346,9 +319,9 @@ RULES = (
         "d2t",
         lambda parts: settled(f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"),
         (*_STORED, "ids"),
-        _no_map,
+        lambda manifest: no_lm_head(manifest) or _full(manifest, "map"),
     ),
-    Rule("t2d", _t2d, (*_STORED, "mask", "ids"), _no_map),
+    Rule("t2d", _t2d, (*_STORED, "mask", "ids"), lambda manifest: no_lm_head(manifest) or _full(manifest, "map")),
     Rule("ranks", _ranks, (*_STORED, "ids"), lambda manifest: _full(manifest, "ranks")),
     Rule("lm_head rows", _rows, _STORED, no_lm_head),
     Rule("finite values", _finite_values, ("weights",)),

@@ -6,11 +6,12 @@ source is not at hand, is skipped with its reason. FORMAT.md gives the reasons f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from eagle_slim.vocab_tools.errors import TokenizerError
 
@@ -26,9 +27,19 @@ from ..sources.source import open_head_source
 from ..targets import model as targets
 from ..targets.lm_head import fitting, own_lm_head, rows_of_ids
 from ..targets.matrix import is_embedding_of, open_target_lm_head
-from .rules import RULES, ArtifactParts, Outcome, Rule, Status, config_differences, failed, no_lm_head, settled, skipped
+from .rules import (
+    RULES,
+    ArtifactParts,
+    Outcome,
+    Rule,
+    SkippedError,
+    Status,
+    config_differences,
+    failed,
+    no_lm_head,
+    settled,
+)
 
-_T = TypeVar("_T")
 _WITH_HEAD = ("manifest", "weights", "config", "head")
 
 
@@ -98,18 +109,14 @@ def verify_artifact(
     require_engines(engines, engine_version)
     head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
     sources = _SourceChecks(head_name, target_name, tokenizer_name, offline)
-    of_engines = (
-        Rule(f"engine {engine}", partial(_check_engine, engine, engine_version), _WITH_HEAD) for engine in engines
-    )
-    parts, unread, checks = ArtifactParts(folder), set[str](), []
-    for rule in (*RULES, *sources.rules(), *of_engines):
-        found = rule.outcome(parts, unread)
-        checks.append(Check(rule.name, found.status, found.detail))
-    return Verification(folder, tuple(checks))
+    check = partial(_check_engine, version=engine_version)
+    of_engines = (Rule(f"engine {engine}", partial(check, engine=engine), _WITH_HEAD) for engine in engines)
+    parts, unread = ArtifactParts(folder), set[str]()
+    rules = (*RULES, *sources.rules(), *of_engines)
+    return Verification(folder, tuple(Check(rule.name, *rule.outcome(parts, unread)) for rule in rules))
 
 
-def _check_engine(engine: str, version: str | None, parts: ArtifactParts) -> Outcome:
-    """Check the head against an engine, and the engine's version; notes come with the ok."""
+def _check_engine(parts: ArtifactParts, engine: str, version: str | None) -> Outcome:
     known = {"draft_vocab": parts.manifest.draft_vocab, "target_layers": parts.target_layers}
     facts = HeadFacts.of(parts.head, config=parts.config, **known)
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
@@ -117,7 +124,7 @@ def _check_engine(engine: str, version: str | None, parts: ArtifactParts) -> Out
         [str(found) for found in findings if found.severity == severity] for severity in ("error", "warning", "note")
     )
     if warnings and not errors:
-        return Outcome("warning", "; ".join(warnings))
+        return "warning", "; ".join(warnings)
     return settled("; ".join(notes) or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}", *errors)
 
 
@@ -130,7 +137,7 @@ class _SourceChecks:
     tokenizer_name: str | None
     offline: bool
     _target: targets.HeadTarget | None = field(default=None, init=False)
-    _head: DraftHead | Outcome | None = field(default=None, init=False)
+    _head: DraftHead | None = field(default=None, init=False)
 
     def rules(self) -> tuple[Rule, ...]:
         """List the checks, in order: that of the target opens it for those after it."""
@@ -143,19 +150,14 @@ class _SourceChecks:
         )
 
     def _check_target(self, parts: ArtifactParts) -> Outcome:
-        """Check that widths, vocabulary and tap layers fit the target."""
         recorded, name, revision = parts.manifest.target, self.target_name, None
         if name is None and not recorded.get("wheel"):
             name, revision = recorded.get("repo_id"), recorded.get("revision")
             if name is None:
                 was = "was a local folder" if "name" in recorded else "is not recorded"
-                return skipped(f"the target {was}; name it with --target")
-        found = _read(
-            "the target", "--target", self.target_name, lambda: targets.open_target(name, revision, self._only_cache)
-        )
-        if isinstance(found, Outcome):
-            return found
-        self._target = found
+                raise SkippedError(f"the target {was}; name it with --target")
+        with _skipping("the target", "--target", self.target_name):
+            self._target = found = targets.open_target(name, revision, self._only_cache)
         targets.check_head_fits(parts.head, found)
         sizes = {key: found.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
         others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
@@ -164,9 +166,7 @@ class _SourceChecks:
 
     def _check_tensors(self, parts: ArtifactParts) -> Outcome:
         """Compare every tensor that is copied with the source head's; an embedding left out with the target's."""
-        source = self._source_head(parts)
-        if isinstance(source, Outcome):
-            return source
+        source = self._source_head(parts.manifest)
         apart = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
         # Zeros that a conversion adds where the source has none.
         added = (names.FC_BIAS, *names.ATTENTION_BIASES.get(source.kind, ())[-1:])
@@ -192,10 +192,7 @@ class _SourceChecks:
         return settled(f"{len(copied)} tensors bit-identical to {source.location}{doubt}", *problems)
 
     def _check_config(self, parts: ArtifactParts) -> Outcome:
-        """Check that config.json has the values that a conversion of the source head writes."""
-        source, manifest, found = self._source_head(parts), parts.manifest, parts.config
-        if isinstance(source, Outcome):
-            return source
+        source, manifest, found = self._source_head(parts.manifest), parts.manifest, parts.config
         expected = config_of(source, manifest.draft_vocab, manifest.flavour)
         if manifest.kind == "eagle3" and manifest.tap_layers:
             # The source was opened with these layers, which the artifact may name under other keys.
@@ -206,24 +203,16 @@ class _SourceChecks:
         """Compare every lm_head row with that of its token in the head or the target that it came from."""
         written, ids = parts.checkpoint, parts.ids
         if (parts.manifest.lm_head or {}).get("from") == "head":
-            source = self._source_head(parts)
-            if isinstance(source, Outcome):
-                return source
+            source = self._source_head(parts.manifest)
             if not source.has_lm_head:
                 return failed(f"{source.location} has no LM head, and the rows came from a head's own")
             lm_head = own_lm_head(source)
         else:
             source, target = parts.head, self._target
             if target is None:
-                return skipped("the target that the rows came from is not at hand; name it with --target")
-            opened = _read(
-                "the target's LM head",
-                "--target",
-                self.target_name,
-                lambda: open_target_lm_head(target.source, offline=self._only_cache),
-            )
-            if isinstance(opened, Outcome):
-                return opened
+                raise SkippedError("the target that the rows came from is not at hand; name it with --target")
+            with _skipping("the target's LM head", "--target", self.target_name):
+                opened = open_target_lm_head(target.source, self._only_cache)
             lm_head = fitting(opened, source, target.name)
         gathered, info = lm_head.gather(source, ids), written.info(names.LM_HEAD)
         expected = (gathered.dtype, (len(ids), lm_head.info.shape[1]))
@@ -236,20 +225,13 @@ class _SourceChecks:
         return settled(f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}")
 
     def _check_tokenizer(self, parts: ArtifactParts) -> Outcome:
-        """Check that the tokenizer is the one that the vocabulary was chosen for."""
         recorded, vocab = parts.manifest.tokenizer or {}, parts.manifest.target_vocab
         if self.tokenizer_name is None and self._target is None:
-            return skipped("no tokenizer is at hand; name it with --tokenizer or --target")
-        loaded = _read(
-            "the target's tokenizer",
-            "--tokenizer",
-            self.tokenizer_name,
-            lambda: targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline),
-        )
-        if isinstance(loaded, Outcome):
-            return loaded
+            raise SkippedError("no tokenizer is at hand; name it with --tokenizer or --target")
+        with _skipping("the target's tokenizer", "--tokenizer", self.tokenizer_name):
+            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline)
         if loaded is None or "hash" not in recorded:
-            return skipped("the target has no tokenizer, or the artifact was made without one")
+            raise SkippedError("the target has no tokenizer, or the artifact was made without one")
         expected, found = recorded["hash"], loaded.tokenizer_hash
         if found != expected:
             return failed(f"another vocabulary: expected {expected}, found {found}")
@@ -261,32 +243,29 @@ class _SourceChecks:
         # What the user did not name is searched for on this machine only.
         return self.offline or self.target_name is None
 
-    def _source_head(self, parts: ArtifactParts) -> DraftHead | Outcome:
+    def _source_head(self, manifest: Manifest) -> DraftHead:
         """Open the head that the artifact was made from, read as it was then; at the recorded revision unless named."""
-        if self._head is None:
-            self._head = self._open_head(parts.manifest)
-        return self._head
-
-    def _open_head(self, manifest: Manifest) -> DraftHead | Outcome:
+        if self._head is not None:
+            return self._head
         recorded, name, revision = manifest.head, self.head_name, None
         if name is None:
             name, revision = recorded.get("repo_id"), recorded.get("revision")
             if name is None and not recorded.get("built_in"):
-                return skipped("the source head was a local folder; name it with --head")
-
-        def opened() -> DraftHead:
+                raise SkippedError("the source head was a local folder; name it with --head")
+        form, taps = recorded.get("d2t_form", "auto"), manifest.tap_layers or None
+        with _skipping("the source head", "--head", self.head_name):
             only_cache = self.offline or self.head_name is None
             source = open_head_source(name, revision, only_cache, recorded.get("subfolder"))
-            return open_head(source, d2t_form=recorded.get("d2t_form", "auto"), tap_layers=manifest.tap_layers or None)
+            self._head = open_head(source, d2t_form=form, tap_layers=taps)
+        return self._head
 
-        return _read("the source head", "--head", self.head_name, opened)
 
-
-def _read(what: str, option: str, named: str | None, read: Callable[[], _T]) -> _T | Outcome:
-    """Read a source; where it cannot be had, a skip, or, where the user named it, the error."""
+@contextlib.contextmanager
+def _skipping(what: str, option: str, named: str | None) -> Iterator[None]:
+    """Skip the check that reads a source which cannot be had, unless the user named it."""
     try:
-        return read()
+        yield
     except (SourceError, CheckpointError, TokenizerError) as error:
         if named is not None:
             raise
-        return skipped(f"{what} is not at hand; name it with {option} ({error})")
+        raise SkippedError(f"{what} is not at hand; name it with {option} ({error})") from error

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 from eagle_slim.convert.heads.check import layer_shapes
+from eagle_slim.convert.heads.config import sliding_window
 from eagle_slim.convert.heads.open import DraftHead
-from eagle_slim.convert.heads.window import sliding_window
 from eagle_slim.convert.targets.lm_head import rows_of_ids
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray

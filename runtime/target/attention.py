@@ -82,8 +82,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Serve one attention layer of the target; transformers' attention-function signature.
 
-    Raises `UnsupportedModelError` if the model does not hand keyword arguments down, or computes a mask or bias of its
-    own.
+    Raises `UnsupportedModelError` if the model hands no keyword arguments down, or computes a mask or bias of its own.
     """
     context: Any = kwargs.get(CONTEXT_ARGUMENT)
     if context is None:
@@ -99,7 +98,7 @@ def tree_attention_forward(
         )
     window = None if attention_mask is None else int(attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = context.attend(query, key, value, scale, window, softcap, s_aux)
+    out: Tensor = context.attend(query, key, value, AttentionParams(scale, window, softcap, s_aux))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -121,7 +120,7 @@ class ShapeProbe:
         self.shapes[layer] = LayerShape(0, keys.shape[1], keys.shape[3], values.shape[3])
         return keys, values
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, _params: AttentionParams) -> Tensor:
         """Give zeros, as wide as the values."""
         if self._last < 0:
             raise UnsupportedModelError("A layer attends to keys that it did not hand to the KV cache.")
@@ -159,19 +158,10 @@ class CacheContext:
         if self.bufs.scratch is not None:
             return keys, values
         read = self._slots, self._kv_length, self._are_first_slots
-        all_keys, all_values = (read_rows(buffer, *read) for buffer in self.cache.layers[place])
-        return all_keys, all_values
+        keys, values = (read_rows(buffer, *read) for buffer in self.cache.layers[place])
+        return keys, values
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Attend with ``query`` [places, heads, nodes, head_dim]; same shape, but as wide as the values.
 
         ``key`` and ``value`` are what `store` returned, to this layer or, where layers share them, another; or what a
@@ -185,12 +175,12 @@ class CacheContext:
         if scratch is None:
             # Under autocast a layer computes in another type than the cache's.
             key, value = key.to(query.dtype), value.to(query.dtype)
-            return masked_attention(query, key, value, self._mask(window), scale, softcap, sinks)
+            mask = self._mask(params.window)
+            return masked_attention(query, key, value, mask, params.scale, params.softcap, params.sinks)
         keys, values = self.cache.layers[self._layer_of[key.data_ptr()][0]]
         places, heads, nodes, head_dim = query.shape
         flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim).to(keys.dtype)
         out = torch.empty_like(flat)
-        params = AttentionParams(scale, window, softcap, sinks)
         tree_attention(flat, keys, values, self.rows.attention, params, out, scratch)
         return out.to(query.dtype).view(places, nodes, heads, head_dim).transpose(1, 2)
 
@@ -222,8 +212,7 @@ class CacheContext:
 def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = False, **_: Any) -> Tensor | None:
     """Stand in for a mask that transformers asks for: None, or the size of its window as int64 [1, 1, 1, 1].
 
-    ``allow_is_causal_skip`` is set when the mask is no more than that; for any other, what comes back is
-    no mark, so that the layer it reaches is refused.
+    ``allow_is_causal_skip``: the mask is no more than that; any other gives no mark, and its layer is refused.
     """
     if not allow_is_causal_skip:
         return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device="cpu")

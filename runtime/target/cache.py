@@ -118,8 +118,7 @@ class Target(ABC):
 class KVCache:
     """Keys and values of all layers; those of layers of one shape lie in one pair of tensors.
 
-    ``stacks``: these pairs, each [layers, slots, kv_heads, capacity, head_dim]; ``places``: for every layer its pair
-    and its place in it.
+    ``stacks``: pairs, each [layers, slots, kv_heads, capacity, head_dim]; ``places``: each layer's pair and index.
     """
 
     def __init__(self, stacks: Sequence[tuple[Tensor, Tensor]], places: Sequence[tuple[int, int]]) -> None:
@@ -134,13 +133,9 @@ class KVCache:
         kinds, stacks = list(dict.fromkeys(shapes)), []
         for kind in kinds:
             kv_heads, *widths = kind
-            keys, values = (
-                # Zeros, not empty: PyTorch's attention masks rows of others, and 0 * NaN would still spoil its sums.
-                torch.zeros(
-                    (shapes.count(kind), num_slots, kv_heads, capacity, width), dtype=target.dtype, device=target.device
-                )
-                for width in widths
-            )
+            sizes = ((shapes.count(kind), num_slots, kv_heads, capacity, width) for width in widths)
+            # Zeros, not empty: PyTorch's attention masks rows of others, and 0 * NaN would still spoil its sums.
+            keys, values = (torch.zeros(size, dtype=target.dtype, device=target.device) for size in sizes)
             stacks.append((keys, values))
         return cls(stacks, [(kinds.index(kind), shapes[:layer].count(kind)) for layer, kind in enumerate(shapes)])
 

@@ -111,10 +111,9 @@ class FusedTarget(Target):
             gated=(rows, self.intermediate_size),
             last=(logit_rows, hidden),
         )
-        bufs.squares, bufs.last_squares = (
-            torch.empty((count, num_groups(hidden)), dtype=torch.float32, device=self.device)
-            for count in (rows, logit_rows)
-        )
+        counts, groups = (rows, logit_rows), num_groups(hidden)
+        squares = (torch.empty((count, groups), dtype=torch.float32, device=self.device) for count in counts)
+        bufs.squares, bufs.last_squares = squares
         if self.ops.use_kernels:
             layer, heads = self.layers[0], self.num_heads + 2 * self.num_kv_heads
             sizes = tiled_heads(heads, self.head_dim), *(tiled_size(w.shape[0]) for w in (layer.o, layer.gate_up))
@@ -145,29 +144,14 @@ class FusedTarget(Target):
         normed = NormedRows(bufs.residual, bufs.scaled, bufs.squares)
         heads = HeadRows(self.cos, self.sin, rows.positions, rows.attention.slots, rows.kv_rows, bufs.query)
         ops(embed)(self.embedding, rows.tokens, self.layers[0].norm_in, normed, self._tap(bufs, 0))
-        for index, layer in enumerate(self.layers):
-            ops(qkv_product)(
-                normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *cache.layers[index], scratch
-            )
-            ops(tree_attention)(
-                bufs.query,
-                *cache.layers[index],
-                rows.attention,
-                AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, bufs.attended.dtype)),
-                bufs.attended,
-                bufs.scratch,
-            )
+        for index, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            ops(qkv_product)(normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *kv, scratch)
+            params = AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, self.dtype))
+            ops(tree_attention)(bufs.query, *kv, rows.attention, params, bufs.attended, bufs.scratch)
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
-            ops(gated_product)(
-                normed,
-                layer.norm_post,
-                layer.gate_up,
-                layer.gate_up_bias,
-                bufs.gated,
-                scratch,
-                lift_of(layer.down, bufs.gated.dtype),
-            )
+            gated, lift = bufs.gated, lift_of(layer.down, self.dtype)
+            ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, gated, scratch, lift)
             is_final = index + 1 == len(self.layers)
             norm = self.final_norm if is_final else self.layers[index + 1].norm_in
             ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, self._tap(bufs, index + 1), scratch)

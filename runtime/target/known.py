@@ -1,9 +1,8 @@
 """Whether the fused forward may run a model: only if every part of it is what its configuration says.
 
-The test is positive. Every module on the path of a forward must be of exactly the known class and have exactly the
-known children; every parameter must be plain, of one type, and of the shape that the configuration gives; attributes
-that a forward computes with must have the configuration's values; each ``forward`` must be transformers' own, without
-hooks. An adapter, a quantised tensor, a subclass or a patched class fails it, whoever made it.
+Every module on the path of a forward must be of exactly the known class, with exactly the known children; every
+parameter plain, of one type, and of the shape that the configuration gives; attributes that a forward computes with
+must have the configuration's values; each ``forward`` must be transformers' own, without hooks.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm",
 _ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
 _ATTRIBUTES = (*_ATTENTION, "layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
 """Attributes of modules that a forward computes with."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LIBRARIES = ("torch", "transformers")
 _RECORDER = "transformers.utils.output_capturing"
 _FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
@@ -60,14 +57,13 @@ def choose_forward(asked: str, other: str, unfit: Callable[[], str | None], devi
     check_choice("target_backend", asked, ("auto", "fused", other))
     if asked == other:
         return Choice(other, "asked for")
-    reason = unfit()
+    reason, on_device = unfit(), f"the model is on {device}"
     if asked == "auto":
-        reason = reason if reason or device.type in FUSED_ON else f"the model is on {device}"
-        return Choice("fused", f"the model is on {device}") if reason is None else Choice(other, reason)
+        is_fused = reason is None and device.type in FUSED_ON
+        return Choice("fused" if is_fused else other, reason or on_device)
     if reason is not None:
-        raise UnsupportedModelError(
-            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}."
-        )
+        problem = f"target_backend = 'fused' cannot run this model: {reason}"
+        raise UnsupportedModelError(f"{problem}. Use target_backend={other!r}.")
     return Choice("fused", "asked for")
 
 
@@ -87,13 +83,9 @@ def unfit_reason(model: nn.Module) -> str | None:
     for value in vars(file).values():
         if isinstance(value, FunctionType) and not is_of_a_library(value):
             return f"a function of {file.__name__} was replaced by {value.__module__}.{value.__qualname__}"
-    config: Any = model.config
-    return (
-        _unfit_config(config, family)
-        or _mismatch(model, config, kinds["ForCausalLM"])
-        or unfit_modules(model)
-        or _unfit_rotary(model, config)
-    )
+    config, kind = model.config, kinds["ForCausalLM"]
+    found = _unfit_config(config, family) or _mismatch(model, config, kind)
+    return found or unfit_modules(model) or _unfit_rotary(model, config)
 
 
 def is_of_a_known_family(model: nn.Module) -> bool:
@@ -161,9 +153,8 @@ def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
         if type(module) is not type(wanted) and not is_fp8:
             found = f"{type(module).__qualname__} of {type(module).__module__}"
             return f"{where} is a {found}, not a {type(wanted).__qualname__}"
-        children, others = dict(module.named_children()).keys(), dict(wanted.named_children()).keys()
-        if children != others:
-            extra = ", ".join(sorted(children ^ others))
+        children, others = ({name for name, _ in each.named_children()} for each in (module, wanted))
+        if extra := ", ".join(sorted(children ^ others)):
             return f"{where} has {', '.join(sorted(children)) or 'nothing'} inside; {extra} is unexpected or missing"
         if getattr(module, "config", config) is not config:
             return f"{where} has another configuration than the model"
@@ -208,7 +199,7 @@ def _unfit_rotary(model: Any, config: Any) -> str | None:
     """Return why a model's rotary embedding is not that of its configuration; None if it is."""
     rotary = model.model.rotary_emb
     kind = str(getattr(rotary, "rope_type", "default"))
-    if kind not in _ROPE_TYPES:
+    if kind not in ("default", "linear", "llama3", "yarn"):
         return f"{kind} RoPE changes its frequencies with the length"
     with torch.device("cpu"):
         expected = type(rotary)(config=config)
@@ -230,7 +221,7 @@ def _unfit_tensors(model: nn.Module) -> str | None:
             return f"{path} is {tensor.layout} on {tensor.device}"
     weights = list(model.parameters())
     dtypes = {weight.dtype for weight in weights}
-    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}, not one of float32, bfloat16, float16"
     return "its weights are spread over devices" if len({weight.device for weight in weights}) > 1 else None
 

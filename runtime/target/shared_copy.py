@@ -1,10 +1,8 @@
 """A copy of a model's modules over the same weights: what our forward runs, so that the user's model stays as it is.
 
-transformers picks an attention function by name in the configuration, which every attention layer and every thread
-shares. Another name there, for the time of a forward or for good, would reach whoever runs the same modules meanwhile:
-the model's own ``generate``, an inner module, an adapter's wrapper, in this thread or in another. So our forward runs
-other module objects: of the same classes, in evaluation mode, with copies of the configurations that name our function.
-All parameters, hooks and other objects are the model's own.
+transformers picks an attention function by name in the configuration, which all layers and threads share; another name
+there would reach whoever runs the same modules meanwhile. So our forward runs other modules, of the same classes, in
+evaluation mode, with copies of the configurations that name our function. All else is the model's own.
 """
 
 from __future__ import annotations

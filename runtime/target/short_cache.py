@@ -59,10 +59,8 @@ class ShortCache:
         """int32 [slots]: position minus row of the new rows."""
         self.lengths = torch.zeros_like(self.offsets)
         """int32 [slots]: rows taken."""
-        heads = target.layer_shapes[0].heads
-        self.queries = torch.zeros(
-            (layers, slots, kv_heads, ROWS * heads // kv_heads, head_dim), dtype=target.dtype, device=target.device
-        )
+        shape = layers, slots, kv_heads, ROWS * target.layer_shapes[0].heads // kv_heads, head_dim
+        self.queries = torch.zeros(shape, dtype=target.dtype, device=target.device)
         """Queries of each slot's last rows; heads that share keys lie side by side."""
         # Blocks beyond the cache are bounded too, and never chosen.
         shape = (layers, slots, kv_heads, total + self._spanned(_SLICE), head_dim)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from unittest.mock import ANY  # equal to everything
 
 import numpy as np
 import torch.nn.functional as F
@@ -39,6 +40,13 @@ _LARGEST = 1 << 16
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
 _OPAQUE = (type, ModuleType, logging.Logger)
+_PARTS: dict[type, tuple[str, ...]] = {
+    FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__closure__"),
+    MethodType: ("__self__", "__func__"),
+    CellType: ("cell_contents",),
+    partial: ("func", "args", "keywords"),
+}
+"""Attributes of objects that hold something elsewhere than in ``__dict__`` and slots."""
 Contents = Callable[[], Mapping[Any, Any]]
 
 
@@ -64,7 +72,9 @@ class Watch:
             for name in CALLS:
                 self._take(getattr(kind, name, None), 0)
         for file in {F.__name__, *(kind.__module__ for kind in kinds)}:
-            self._compare(_reader_of_functions(vars(sys.modules[file])), _DEEPEST)
+            held = vars(sys.modules[file])
+            get = itemgetter("__name__", *(name for name, value in held.items() if type(value) is FunctionType))
+            self._compare(lambda get=get, held=held: {"functions": get(held)}, _DEEPEST)
         configs = [each for each in self._taken.values() if is_config(each)]
         self._compare(lambda: {id(each): ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs}, 0)
         self._compare(lambda: {"hooks": global_hooks()}, 0)
@@ -87,7 +97,7 @@ class Watch:
                 with suppress(RuntimeError, TypeError, ValueError):
                     if before.get(name) == value:
                         continue
-                before[name] = _ANY
+                before[name] = ANY
 
     def _read_part(self, contents: Mapping[Any, Any]) -> dict[Any, Any]:
         return {name: contents[name] for name in contents.keys() - self._unread}
@@ -105,7 +115,7 @@ class Watch:
             if name not in self._unread:
                 before[name] = self._frozen(value, depth)
             elif isinstance(value, Tensor):
-                before[name] = _ANY
+                before[name] = ANY
 
     def _frozen(self, value: Any, depth: int) -> Any:
         """Return what is equal to a value until it changes; copies containers, so that a change inside is noticed."""
@@ -136,14 +146,6 @@ class _Seen:
         return other is self._tensor() and _state(other) == self._state
 
 
-class _Any:
-    def __eq__(self, _other: object) -> bool:
-        return True
-
-
-_ANY = _Any()
-
-
 def _state(tensor: Any) -> Any:
     if isinstance(tensor, np.ndarray):
         return tensor.shape, tensor.dtype, tensor.tobytes() if tensor.nbytes <= _LARGEST else tensor.ctypes.data
@@ -154,37 +156,26 @@ def _state(tensor: Any) -> Any:
 
 def _reader(value: Any) -> Contents | None:
     """Return what reads the contents of an object; None where it has none, and for a library's function."""
-    if isinstance(value, FunctionType):
-        if is_of_a_library(value):
-            return None
-        names = set(_names(value.__code__)) & value.__globals__.keys()
-        return lambda: _read_function(value, names) | vars(value)
-    if isinstance(value, partial):
-        return lambda: {"call": (value.func, value.args, value.keywords)}
-    if isinstance(value, MethodType):
-        return lambda: {"call": (value.__self__, value.__func__)}
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    if slots:
-        return lambda: {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
-    return partial(getattr, value, "__dict__") if hasattr(value, "__dict__") else None
+    if isinstance(value, FunctionType) and is_of_a_library(value):
+        return None
+    names = [name for kind in type(value).__mro__ for name in _PARTS.get(kind) or getattr(kind, "__slots__", ())]
+    if not names:
+        return partial(getattr, value, "__dict__") if hasattr(value, "__dict__") else None
+    used = set(_names(value.__code__)) if isinstance(value, FunctionType) else set()
+    return lambda: _read(value, names, used)
 
 
-def _reader_of_functions(file: dict[str, Any]) -> Contents:
-    get = itemgetter("__name__", *(name for name, value in file.items() if type(value) is FunctionType))
-    return lambda: {"functions": get(file)}
-
-
-def _read_function(function: FunctionType, names: Iterable[str]) -> dict[str, Any]:
-    """Read all that a function computes with: code, defaults, cells and the globals of some names."""
-    cells = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not set yet
-            cells.append(cell.cell_contents)
-    found = {name: function.__globals__.get(name) for name in names}
-    for name, each in found.items():
-        if isinstance(each, FunctionType) and each.__module__ != function.__module__:
-            found[name] = (each.__code__, id(each))  # of another file's function not what it computes with
-    return found | {"own": (function.__code__, function.__defaults__, function.__kwdefaults__, cells)}
+def _read(value: Any, names: Iterable[str], used: Iterable[str]) -> dict[str, Any]:
+    """Read attributes of an object, and the globals that a function has ``used``."""
+    found = dict(getattr(value, "__dict__", {}))
+    for name in names:
+        with suppress(AttributeError, ValueError):  # not set yet
+            found[name] = getattr(value, name)
+    for name in used:
+        each = found[f"global {name}"] = value.__globals__.get(name)
+        if isinstance(each, FunctionType) and each.__module__ != value.__module__:
+            found[f"global {name}"] = (each.__code__, id(each))  # of another file's function not what it computes with
+    return found
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -354,10 +354,7 @@ class TargetModel(Target):
         """Register hooks that record each forward's features in the copy's ``taps``, by index into ``tap_layers``."""
 
         def keep(place: int, read: Callable[[Any, Any], Tensor]) -> Callable[..., None]:
-            def hook(_module: nn.Module, args: tuple[Any, ...], given: Any) -> None:
-                copy.taps[place] = read(args, given)
-
-            return hook
+            return lambda _module, args, given: copy.taps.update({place: read(args, given)})
 
         if self.tap_layers is None:
             copy.of(self.model.get_decoder()).register_forward_hook(keep(0, _output_states))

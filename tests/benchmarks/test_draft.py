@@ -19,15 +19,14 @@ ROW = draft.Row("tiny", 60, 1, 1, 20)
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> HeadWeights:
-    monkeypatch.setattr(draft, "TOP_K", 4)
-    monkeypatch.setattr(draft, "TOTAL_TOKENS", 12)
-    monkeypatch.setattr(draft, "CAPACITY", 20)
+    for name, size in (("TOP_K", 4), ("TOTAL_TOKENS", 12), ("CAPACITY", 20)):
+        monkeypatch.setattr(draft, name, size)
+
+    def once(variants: dict[str, Any], device: torch.device, *_: Any, **__: Any) -> dict[str, list[float]]:
+        return {name: [time_us(run, device)] for name, run in variants.items()}
+
     # Without the runs that warm up.
-    monkeypatch.setattr(
-        draft,
-        "interleave",
-        lambda variants, device, *_, **__: {name: [time_us(run, device)] for name, run in variants.items()},
-    )
+    monkeypatch.setattr(draft, "interleave", once)
     monkeypatch.setattr(draft, "supported_weights", lambda device: ["bf16"])
     return problem.random_head(TINY, torch.device("cpu"), torch.float16)
 

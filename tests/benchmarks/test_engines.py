@@ -34,14 +34,8 @@ def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_lines_beside_ours(tmp_path: Path) -> None:
-    ours = {
-        "engine": "eagle-slim",
-        "case": "plain",
-        "weights": "bf16",
-        "sequences": 4,
-        "ms": 5.6,
-        "accepted_length": 1.0,
-    }
+    same = {"case": "plain", "sequences": 4}
+    ours = {**same, "engine": "eagle-slim", "weights": "bf16", "ms": 5.6, "accepted_length": 1.0}
     result, fp8, lines = (tmp_path / name for name in ("result.json", "fp8.json", "lines.jsonl"))
     for path, weights in ((result, "bf16"), (fp8, "fp8")):
         path.write_text(json.dumps({"machine": {"device": "a card"}, "rows": [ours | {"weights": weights}]}))
@@ -49,15 +43,7 @@ def test_lines_beside_ours(tmp_path: Path) -> None:
     command = ["--add", str(result), str(fp8), "--lines", str(lines), "--out", str(result)]
     engines.main([*command, "--chart", str(tmp_path / "chart.svg")])
     done = json.loads(result.read_text())
-    theirs = {
-        "engine": "vLLM 0.25.1",
-        "case": "plain",
-        "weights": "fp8",
-        "attention": None,
-        "sequences": 4,
-        "ms": 6.3,
-        "accepted_length": None,
-    }
+    theirs = {**same, "engine": "vLLM 0.25.1", "weights": "fp8", "ms": 6.3, "attention": None, "accepted_length": None}
     assert done["rows"] == [ours, ours | {"weights": "fp8"}, theirs]
     assert done["failed"] == {"sglang plain": "out of time"}
     assert "<svg" in (tmp_path / "chart.svg").read_text()

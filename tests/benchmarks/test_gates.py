@@ -20,17 +20,8 @@ from benchmarks.shared import decoding
 
 Values = dict[str, Any]
 SHAPE = {"draft_vocab": 60, "depth": 2, "nodes": 16}
-FULL: Values = {
-    "name": "toy",
-    **SHAPE,
-    "top_k": 4,
-    "sequences": 2,
-    "prefix": 40,
-    "accepted_length": 2.0,
-    "threshold": 1.2,
-    "partial_blocks": 0,
-    "survival": 1.0,
-}
+FULL: Values = {"name": "toy", **SHAPE, "top_k": 4, "sequences": 2, "prefix": 40, "threshold": 1.2}
+FULL |= {"accepted_length": 2.0, "partial_blocks": 0, "survival": 1.0}
 MICRO: Values = {
     "model": "tiny",
     **SHAPE,
@@ -51,16 +42,9 @@ def summaries(*ratios: float, is_met: bool = True) -> list[list[Values]]:
 def test_full_gates_wait_for_three_green_rounds_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = iter([GREEN, GREEN, RED, GREEN, GREEN, GREEN])
     report = judge(GATES, "toy GPU", rounds, lambda gate, times: summaries(*[1.3] * times))
-    assert [all(gate["is_green"] for gate in each.values()) for each in report["micro_rounds"]] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
-    assert report["is_micro_green"]
-    assert report["is_green"]
+    is_green = [all(gate["is_green"] for gate in each.values()) for each in report["micro_rounds"]]
+    assert is_green == [True, True, False, True, True, True]
+    assert report["is_micro_green"] is report["is_green"] is True
     assert [gate["name"] for gate in report["full"]] == [*["toy"] * 3, *["second"] * 3]
     assert capsys.readouterr().out.count("RED") == 1
     json.dumps(report)
@@ -120,10 +104,8 @@ def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int) -> Non
     shipped, found = json.loads(THRESHOLDS.read_text()), json.loads(path.read_text())["runs"][place]
     assert found["is_green"]
     assert (found["is_strict"], found["tuned_misses"]) == (True, 0)
-    assert [gate["name"] for gate in found["full"]] == [gate["name"] for gate in shipped["full"] for _ in range(3)]
-    assert [gate["threshold"] for gate in found["full"]] == [
-        gate["threshold"] for gate in shipped["full"] for _ in range(3)
-    ]
+    for name in ("name", "threshold"):
+        assert [gate[name] for gate in found["full"]] == [gate[name] for gate in shipped["full"] for _ in range(3)]
     ratios = reference_of(shipped, found["machine"]["device"])
     assert all(each[name]["reference"] == ratios[name] for each in found["micro_rounds"] for name in ratios)
 

@@ -32,12 +32,8 @@ def test_a_row(random_model: RandomModel, tiny: Point, monkeypatch: pytest.Monke
     sizes = tiny.sizes([0, 60, 20, 1000])
     # 240 lengths are met exactly by as many steps; here by fewer, so they are all the same.
     rows = generate.measure(random_model, tiny, sizes, [2] * 240, steps=2, rounds=2)
-    assert [(row["variant"], row.get("draft_vocab")) for row in rows] == [
-        ("plain", None),
-        ("drafted", 90),
-        ("drafted", 60),
-        ("drafted", 20),
-    ]
+    variants = [("plain", None), *(("drafted", size) for size in (90, 60, 20))]
+    assert [(row["variant"], row.get("draft_vocab")) for row in rows] == variants
     assert [row["accepted_length"] for row in rows] == [1, 2, 2, 2]
     assert [row.get("losses", {}).get("SmolLM2") for row in rows] == [None, 1.0, 0.8, 0.6]
     assert rows[3]["losses"]["FR-Spec"] == 0.5

@@ -33,21 +33,8 @@ def test_variants(
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)
-    args = arguments(
-        "--runs",
-        "1",
-        "--new-tokens",
-        "6",
-        "--depths",
-        "1",
-        "2",
-        "--total-tokens",
-        "8",
-        "--top-k",
-        "3",
-        "--target-backend",
-        "fused",
-    )
+    line = "--runs 1 --new-tokens 6 --depths 1 2 --total-tokens 8 --top-k 3 --target-backend fused"
+    args = arguments(*line.split())
     verify, prompts, rows = upstream_stand_in.tree_decoding, [prompt(model), prompt(model, 5)], []
     for tree in args.trees:
         rows += safeailab.run(model, tree, prompts, args)
@@ -126,10 +113,8 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
 
 @NEEDS_UPSTREAM
 def test_drafts_of_the_tiny_model_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    safeailab.main([
-        "--upstream", str(UPSTREAM), "--device", "cpu", "--dims", "tiny", "--dtype", "float32", "--runs", "0",
-        "--compare", "drafter",
-    ])  # fmt: skip
+    line = "--device cpu --dims tiny --dtype float32 --runs 0 --compare drafter"
+    safeailab.main(["--upstream", str(UPSTREAM), *line.split()])
     lengths = [float(text) for text in re.findall(r"'accepted_length': ([\d.]+)", capsys.readouterr().out)]
     assert len(lengths) == 2
     assert min(lengths) > 1.5
@@ -140,12 +125,11 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     build("llama eagle3", tmp_path)
     # What the command adds to it goes with the test.
     monkeypatch.setattr(sys, "path", [*sys.path])
-    safeailab.main([
-        "--upstream", str(UPSTREAM), "--base-model", str(tmp_path / "base"), "--ea-model", str(tmp_path / "head"),
-        "--prompt", "hello", "--prompt", "and again", "--new-tokens", "8", "--depths", "2", "--total-tokens", "8",
-        "--top-k", "3", "--runs", "1", "--device", "cpu", "--dtype", "float32", "--target-backend", "fused",
-        "--out", str(tmp_path / "result.json"), "--compare", "--print_output",
-    ])  # fmt: skip
+    line = "--prompt hello --prompt again --new-tokens 8 --depths 2 --total-tokens 8 --top-k 3 --runs 1 --device cpu"
+    line += " --dtype float32 --target-backend fused --compare --print_output"
+    folders = {"upstream": UPSTREAM, "base-model": tmp_path / "base", "ea-model": tmp_path / "head"}
+    paths = (folders | {"out": tmp_path / "result.json"}).items()
+    safeailab.main([*(f"--{name}={path}" for name, path in paths), *line.split()])
     result = json.loads((tmp_path / "result.json").read_text())
     assert [row["is_equal"] for row in result["rows"]] == [True] * 3
     assert (result["num_prompts"], result["draft_vocab"], result["layers"]) == (2, 64, 8)

@@ -51,9 +51,7 @@ def test_the_first_draft_after_plain_steps_stands_apart() -> None:
     assert (parts["between_s"], parts["prompts_s"]) == pytest.approx((0.6, 1.4))
 
 
-def test_every_variant_of_drawn_verdicts_takes_its_law(
-    random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_of_drawn_verdicts_take_their_law(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "ROWS", 60)
     monkeypatch.setattr(decoding.Decoder, "time_step", lambda *_: 1.0)
     found = shapes.DrawnVariants(random_model, 2, [None, shapes.TREES[0]], 3)

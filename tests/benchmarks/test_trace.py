@@ -25,33 +25,21 @@ def event(cat: str, name: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
 def steps(count: int = 4) -> list[dict[str, Any]]:
     """A clean trace: every 100 us a step, its kernels, the copy of its record, and a wait for one."""
     found = []
+    kernels = [("draft_kernel", 10, 20), ("_tree_rows_kernel", 30, 2), ("qkv_product_kernel", 35, 10)]
+    kernels += [("main_kernel", 43, 5), ("void at::native::copy", 50, 1)]
     for ts in range(0, count * 100, 100):
-        found += [
-            event("user_annotation", trace.STEP, ts, 5),
-            event("cuda_runtime", "cudaGraphLaunch", ts + 1),
-            event("kernel", "draft_kernel", ts + 10, 20),
-            event("kernel", "_tree_rows_kernel", ts + 30, 2),
-            event("kernel", "qkv_product_kernel", ts + 35, 10),
-            event("kernel", "main_kernel", ts + 43, 5),
-            event("kernel", "void at::native::copy", ts + 50, 1),
-            event("cuda_runtime", "cudaMemcpyAsync", ts + 3),
-            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", ts + 60),
-            event("cuda_runtime", "cudaEventSynchronize", ts + 6),
-        ]
+        found += [event("kernel", name, ts + at, dur) for name, at, dur in kernels]
+        calls = ("cudaGraphLaunch", 1), ("cudaMemcpyAsync", 3), ("cudaEventSynchronize", 6)
+        found += [event("cuda_runtime", name, ts + at) for name, at in calls]
+        found.append(event("user_annotation", trace.STEP, ts, 5))
+        found.append(event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", ts + 60))
     return found
 
 
 def test_times_of_a_step() -> None:
     times = trace.times_of(trace.last_step(steps()))
     # Attention begins 2 us before qkv ends, and counts from there; nothing runs from 32 to 35, 48 to 50, and 51 on.
-    assert times == {
-        "draft": 20,
-        "rows and masks": 2,
-        "QKV": 10,
-        "attention": 3,
-        "other": 1,
-        "nothing": 5,
-    }
+    assert times == {"draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5}
 
 
 def test_barriers_of_a_draft() -> None:
@@ -64,18 +52,9 @@ def test_parts_of_a_draft() -> None:
     """A draft of 30 us: its first barrier is passed after 11, 17 more follow after one each, and the tree takes 2."""
     stamps = [20_000, *range(1_000, 19_000, 1_000), 0, 0]
     spans = trace.draft_spans(ALONE, 1, stamps, event("kernel", "draft_kernel", 100, 30))
-    assert trace.times_of(spans) == {
-        "draft: inputs": 11,
-        "draft: fc": 2,
-        "draft: QKV": 2,
-        "draft: attention": 4,
-        "draft: output": 2,
-        "draft: MLP": 4,
-        "draft: LM head, top-k": 2,
-        "draft: choose nodes": 1,
-        "draft: tree": 2,
-        "nothing": 0,
-    }
+    parts = {"inputs": 11, "fc": 2, "QKV": 2, "attention": 4, "output": 2, "MLP": 4, "LM head, top-k": 2}
+    parts |= {"choose nodes": 1, "tree": 2}
+    assert trace.times_of(spans) == {f"draft: {part}": time for part, time in parts.items()} | {"nothing": 0}
     assert (spans[0]["ts"], spans[-1]["ts"]) == (100, 128)
 
 
@@ -114,10 +93,8 @@ def test_what_should_not_be_is_named(more: dict[str, Any], words: str) -> None:
 
 def test_allocations_and_too_many_waits() -> None:
     waits = [event("cuda_runtime", "cudaEventSynchronize", 250 + i) for i in range(4)]
-    assert trace.faults_of([*steps(), *waits], 3) == [
-        "the host waits 6 times for 4 records",
-        "the allocator hands out 3 blocks",
-    ]
+    told = ["the host waits 6 times for 4 records", "the allocator hands out 3 blocks"]
+    assert trace.faults_of([*steps(), *waits], 3) == told
 
 
 def test_every_kernel_of_a_step_has_a_part() -> None:
@@ -127,9 +104,7 @@ def test_every_kernel_of_a_step_has_a_part() -> None:
     assert trace.part_of("some_draft_kernel") == "other"
 
 
-def test_steps_are_traced_in_ranges_of_their_names(
-    random_model: RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_traced_by_name(random_model: RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_RANGES", "1")
     decoder = random_model.decoder(random_model.new_cache(2, 200), TreeConfig(1, 4, 8), 60)
     events, allocated = trace.traced(decoder, 2, 20, 4, tmp_path / "trace.json")

@@ -6,7 +6,6 @@ from support.heads import write_target
 
 @pytest.fixture
 def target(tmp_path):
-    """A small target with its LM head and its tokenizer, in a folder."""
     return write_target(tmp_path / "target")
 
 

@@ -150,17 +150,12 @@ with atomic.atomic_directory(out, force=True) as folder:
 """
 
 
-@pytest.mark.parametrize(
-    ("point", "expected"),
-    [
-        ("while writing", "old"),
-        ("before sync", "old"),
-        ("before rename 1", "old"),
-        # Between the two renames there is nothing at the name until the next run.
-        ("before rename 2", None),
-        ("before removing the old", "new"),
-    ],
-)
+POINTS = dict.fromkeys(("while writing", "before sync", "before rename 1"), "old")
+# Between the two renames there is nothing at the name until the next run.
+POINTS |= {"before rename 2": None, "before removing the old": "new"}
+
+
+@pytest.mark.parametrize(("point", "expected"), POINTS.items())
 def test_killed_at_any_step(tmp_path: Path, point: str, expected: str | None) -> None:
     out = tmp_path / "out"
     write(out, "old")

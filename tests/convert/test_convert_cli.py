@@ -69,20 +69,8 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     assert provenance["documents"] > 100
     # Counts from a file give the same artifact.
     count_tokens([parse_source("chat=chats.jsonl")], load_tokenizer(tokens)).save("kept.safetensors")
-    code, _, err = run(
-        convert_command,
-        head,
-        "--draft-vocab",
-        "300",
-        "--target",
-        target,
-        "--tokenizer",
-        tokens,
-        "--counts",
-        "kept.safetensors",
-        "--out",
-        "b",
-    )
+    counts = ("--counts", "kept.safetensors", "--draft-vocab", "300", "--out", "b")
+    code, _, err = run(convert_command, *arguments[:5], *counts)
     assert code == 0, err
     first, second = tmp_path / "out" / "head-v300", tmp_path / "b"
     for path in first.iterdir():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,20 +40,15 @@ class OracleFiles:
     def _head(self, name: str) -> Path:
         """An unconverted head: its trained ids are the first 640 by rank where it has a map."""
         trained = oracle.ranked_ids()[:640]
-        build: dict[str, Callable[[Path], Path]] = {
-            "full": oracle.build_eagle3_head,
-            "mapped": lambda folder: oracle.build_eagle3_head(folder, ids=trained),
-            "target_rows": lambda folder: oracle.build_eagle3_head(folder, own_lm_head=False),
-            "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
-            "biased": lambda folder: oracle.build_eagle3_head(folder, is_biased=True),
-            "trained_embedding": lambda folder: oracle.build_eagle3_head(folder, has_trained_embedding=True),
-            "head_norms": lambda folder: oracle.build_eagle3_head(folder, trained, has_head_norms=True),
-            "dflash": oracle.build_dflash,
-            "dflash_mapped": lambda folder: oracle.build_dflash(folder, 640),
-            "eagle1": oracle.build_eagle1_head,
-            "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
-        }
-        return build[name](self.folder / f"head-{name}")
+        folder = self.folder / f"head-{name}"
+        if name.startswith("dflash"):
+            return oracle.build_dflash(folder, 640 if name == "dflash_mapped" else None)
+        if name.startswith("eagle1"):
+            return oracle.build_eagle1_head(folder, is_biased=name == "eagle1_biased")
+        options: dict[str, dict[str, Any]] = {"full": {}, "mapped": {"ids": trained}, "other_taps": {"taps": TAPS}}
+        options |= {"biased": {"is_biased": True}, "trained_embedding": {"has_trained_embedding": True}}
+        options |= {"target_rows": {"own_lm_head": False}, "head_norms": {"ids": trained, "has_head_norms": True}}
+        return oracle.build_eagle3_head(folder, **options[name])
 
     def _artifact(self, head: str, draft_vocab: int | str, *options: str) -> Path:
         """`eagle-convert` on one of the heads with the oracle's target and ranking; returns the artifact.
@@ -63,18 +57,8 @@ class OracleFiles:
         """
         folder = self.folder / "-".join(["artifact", head, str(draft_vocab), *options]).replace(" ", "")
         ranking = () if draft_vocab == "full" else ("--token-map", str(self.token_map))
-        arguments = [
-            str(self.head(head)),
-            "--draft-vocab",
-            str(draft_vocab),
-            *ranking,
-            "--target",
-            str(self.target),
-            "--out",
-            str(folder),
-            "--offline",
-            *options,
-        ]
+        arguments = [str(self.head(head)), "--draft-vocab", str(draft_vocab), *ranking, "--target", str(self.target)]
+        arguments += ["--out", str(folder), "--offline", *options]
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
@@ -95,7 +79,6 @@ def command(name: str, *arguments: str, expect: int = 0) -> subprocess.Completed
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this machine that nothing listened to a moment ago."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
@@ -104,7 +87,6 @@ def free_ports(number: int) -> list[int]:
 
 
 def wait_for(*urls: str, timeout_s: float = 1800) -> None:
-    """Return once every URL is answered with 200."""
     deadline = time.monotonic() + timeout_s
     for url in urls:
         while True:
@@ -148,7 +130,6 @@ def break_map(artifact: Path, out: Path, how: str) -> Path:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """config.json of a folder."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 

@@ -12,6 +12,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoToke
 stubs.install({"mmengine"})
 
 
+def is_unset(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.isnan() if parameter.is_floating_point() else parameter < 0
+
+
 def run(job: Json) -> Json:
     from lmdeploy.pytorch import config as lmdeploy_config
     from lmdeploy.pytorch.models import patch
@@ -29,11 +33,7 @@ def run(job: Json) -> Json:
     return {
         "class": type(model).__name__,
         "vocab_size": config.vocab_size,
-        "unloaded": [
-            name
-            for name, parameter in model.named_parameters()
-            if (parameter.isnan() if parameter.is_floating_point() else parameter < 0).any()
-        ],
+        "unloaded": [name for name, parameter in model.named_parameters() if is_unset(parameter).any()],
         "target_ids": model.draft_id_to_target_id.tolist(),
         "lm_head_equal": bool(torch.equal(model.lm_head.weight, head["lm_head.weight"])),
     }

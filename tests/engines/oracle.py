@@ -133,11 +133,8 @@ def build_target(folder: Path) -> Path:
         tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
     folder.mkdir(parents=True)
     write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    config = _common_config(torch.bfloat16) | {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": HEADS // 2,
-    }
+    config = _common_config(torch.bfloat16) | {"architectures": ["LlamaForCausalLM"]}
+    config |= {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS // 2}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(folder)
@@ -168,20 +165,14 @@ def eagle3_tensors(taps: Sequence[int] = DEFAULT_TAPS, sign: float = -1.0) -> di
     gate = torch.zeros(HIDDEN, HIDDEN)
     gate[:, CONST] = 8
     embedding_part = torch.cat([4 * identity, torch.zeros(HIDDEN, HIDDEN)], dim=1)
+    value = torch.cat([(1 - DISAGREEMENT) * identity, DISAGREEMENT * rotation - 2 * identity], dim=1)
+    layer = {"self_attn.q": embedding_part, "self_attn.k": embedding_part.clone(), "self_attn.v": value}
+    layer |= {"self_attn.o": identity.clone(), "mlp.gate": gate, "mlp.up": identity / 8, "mlp.down": identity.clone()}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     return {
         "fc.weight": fc,
-        "midlayer.self_attn.q_proj.weight": embedding_part,
-        "midlayer.self_attn.k_proj.weight": embedding_part.clone(),
-        "midlayer.self_attn.v_proj.weight": torch.cat(
-            [(1 - DISAGREEMENT) * identity, DISAGREEMENT * rotation - 2 * identity], dim=1
-        ),
-        "midlayer.self_attn.o_proj.weight": identity.clone(),
-        "midlayer.mlp.gate_proj.weight": gate,
-        "midlayer.mlp.up_proj.weight": identity / 8,
-        "midlayer.mlp.down_proj.weight": identity.clone(),
-        "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
-        "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
-        "midlayer.post_attention_layernorm.weight": torch.ones(HIDDEN),
+        **{f"midlayer.{name}_proj.weight": tensor for name, tensor in layer.items()},
+        **{f"midlayer.{name}.weight": torch.ones(HIDDEN) for name in norms},
         "norm.weight": torch.full((HIDDEN,), sign),
         "lm_head.weight": sign * predecessor_codes(),
     }
@@ -258,14 +249,9 @@ def build_eagle3_head(
         tensors["d2t"] = (torch.tensor(ids) - torch.arange(draft_vocab)).int()
     folder.mkdir(parents=True)
     write_tensors(folder, tensors)
-    config = _common_config(torch.bfloat16) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "num_key_value_heads": HEADS,
-        "draft_vocab_size": draft_vocab if own_lm_head else None,
-        "attention_bias": is_biased,
-        "mlp_bias": is_biased,
-    }
+    config = _common_config(torch.bfloat16) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    config |= {"num_hidden_layers": 1, "num_key_value_heads": HEADS, "attention_bias": is_biased, "mlp_bias": is_biased}
+    config["draft_vocab_size"] = draft_vocab if own_lm_head else None
     if has_trained_embedding:
         config["embed_requires_grad"] = True
     if taps is not None:
@@ -289,13 +275,9 @@ def build_eagle1_head(folder: Path, is_biased: bool = False) -> Path:
         tensors = with_biases(tensors, "layers.0.")
     folder.mkdir(parents=True)
     write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    config = _common_config(torch.bfloat16) | {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 1,
-        "num_key_value_heads": HEADS,
-        "bias": True,
-        **({"attention_bias": None, "mlp_bias": None} if is_biased else {}),
-    }
+    config = _common_config(torch.bfloat16) | {"architectures": ["LlamaForCausalLM"], "bias": True}
+    config |= {"num_hidden_layers": 1, "num_key_value_heads": HEADS}
+    config |= {"attention_bias": None, "mlp_bias": None} if is_biased else {}
     write_json(folder / "config.json", config)
     return folder
 
@@ -319,15 +301,8 @@ def build_dflash(folder: Path, mapped: int | None = None) -> Path:
     tensors[f"{layer}mlp.down_proj.weight"] = torch.zeros(HIDDEN, 64)
     norms = ("hidden_norm", "norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm")
     tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
-    inner: dict[str, object] = {
-        **_common_config(torch.float32),
-        "model_type": "qwen3",
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HIDDEN // HEADS,
-    }
+    inner = _common_config(torch.float32) | {"model_type": "qwen3", "intermediate_size": 64}
+    inner |= {"num_hidden_layers": 1, "num_key_value_heads": HEADS}
     outer: dict[str, object] = {"block_size": 2}
     if mapped is not None:
         ids = torch.tensor(ranked_ids()[:mapped]).sort().values
@@ -356,13 +331,12 @@ def write_token_map(path: Path) -> Path:
 
 
 def _common_config(dtype: torch.dtype) -> dict[str, object]:
-    return {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": HIDDEN,
-        "num_attention_heads": HEADS, "head_dim": HIDDEN // HEADS, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
-        "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS,
-    }  # fmt: skip
+    config: dict[str, object] = {"model_type": "llama", "torch_dtype": str(dtype).removeprefix("torch.")}
+    config |= {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
+    config |= {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    config |= {"num_attention_heads": HEADS, "head_dim": HIDDEN // HEADS, "rope_theta": 10000.0, "rope_scaling": None}
+    config |= dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False)
+    return config | {"max_position_embeddings": 1024}
 
 
 def _write_tokenizer(folder: Path) -> None:

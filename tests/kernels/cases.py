@@ -37,41 +37,31 @@ def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "each tap normed": {
-        "tap_norms": 3,
-        "norm_before_residual": True,
-        "norm_output": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "head_norms": True,
-        "activation": "gelu",
-        "sliding_window": 4,
+        **{"tap_norms": 3, "activation": "gelu", "sliding_window": 4},
+        **dict.fromkeys(("norm_before_residual", "norm_output", "o_bias", "mlp_bias", "head_norms"), True),
     },
     "all taps normed": {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh"},
 }
 """Of a head, for `with_options`."""
+FOURS, SOME = groups_of(fc=4, qkv=4, o=4, down=4), groups_of(fc=2, qkv=1, o=4, down=2)
+FEWER = groups_of(fc=2, qkv=1, o=1, down=2)
+EAGLE = {"kind": "eagle"}
+MANY_NEW = [4, 30, 1, 12, 5], [16, 2, 1, 5, 9]
+"""Prefixes, and more new tokens than rows."""
 
 CASES = {
-    "groups of four": Case(8, (3, 4, 20), [5], [3], change=groups_of(fc=4, qkv=4, o=4, down=4)),
+    "groups of four": Case(8, (3, 4, 20), [5], [3], change=FOURS),
     "alone, a smaller tree": Case(5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], smaller=(1, 3, 9)),
-    "more new tokens than rows": Case(
-        4, (2, 3, 15), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4, 2],
-        change=groups_of(fc=2, qkv=1, o=4, down=2),
-    ),
-    "eagle, more new tokens than rows": Case(
-        3, (1, 2, 6), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4], head={"kind": "eagle"},
-        change=groups_of(fc=2, qkv=1, o=1, down=2),
-    ),
-    "mixed, programs left out": Case(
-        5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, change=groups_of(fc=2, qkv=1, o=4, down=2)
-    ),
-    "more parts than programs": Case(3, (2, 3, 15), [70], [2], change=groups_of(fc=4, qkv=4, o=4, down=4)),
+    "more new tokens than rows": Case(4, (2, 3, 15), *MANY_NEW, [3, 0, 4, 2], change=SOME),
+    "eagle, more new tokens than rows": Case(3, (1, 2, 6), *MANY_NEW, [3, 0, 4], EAGLE, change=FEWER),
+    "mixed, programs left out": Case(5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, change=SOME),
+    "more parts than programs": Case(3, (2, 3, 15), [70], [2], change=FOURS),
     "eagle": Case(6, (2, 4, 20), [7], [2], head={"kind": "eagle"}, change=groups_of(fc=2, qkv=1, o=2, down=4)),
     "fewer rows than programs": Case(7, (2, 5, 25), [5], [1], head={"draft_vocab": 5}),
     "widest": Case(4, (2, 16, 128), [5], [2], head={"draft_vocab": 61}),
     "fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], [1], fp8=True, change=groups_of(fc=4, qkv=2, o=4, down=4)),
     "each tap normed, fp8": Case(
-        5, (2, 3, 15), [9, 40], [2, 5], fp8=True, change=groups_of(fc=2, qkv=1, o=4, down=2),
-        options={**OPTIONS["each tap normed"], "sliding_window": 20},
+        5, (2, 3, 15), [9, 40], [2, 5], None, {}, {**OPTIONS["each tap normed"], "sliding_window": 20}, True, SOME
     ),
     "all taps normed": Case(
         6, (2, 3, 15), [9, 4], [2, 5], [1, 0], options={**OPTIONS["all taps normed"], "sliding_window": 2}
@@ -80,7 +70,7 @@ CASES = {
         5, (2, 3, 15), [70, 4], [2, 16], head={"kind": "eagle", "head_dim": 20}, options={"head_norms": True}
     ),
     "eagle, fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], head={"kind": "eagle"}, fp8=True),
-}  # fmt: skip
+}
 
 
 def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:

@@ -63,7 +63,6 @@ class Case:
         return out
 
     def choose_ref(self, rules: ChoiceRules) -> Tensor:
-        """By the definition."""
         out = torch.full((self.logits.shape[0] // self.nodes, self.nodes), -7, dtype=torch.int32)
         out = out.to(self.logits.device)
         choose_tokens_ref(self.logits, self.trees, rules, self.state, out)

@@ -39,52 +39,31 @@ from triton.compiler import ASTSource, CompiledKernel
 LLAMA_8B, SMOLLM2 = (
     draft_config(MODELS[name], 32000, TreeConfig(5, 10, 60), 1, 8192) for name in ("llama-3.1-8b", "smollm2-135m")
 )
-OPTIONS: dict[str, Any] = {
-    "has_qkv_bias": True,
-    "has_o_bias": True,
-    "has_mlp_bias": True,
-    "activation": "gelu",
-    "norm_before_residual": True,
-    "norm_output": True,
-    "tap_norms": 3,
-    "sliding_window": 512,
-    "has_head_norms": True,
-}
+OPTIONS: dict[str, Any] = {"activation": "gelu", "tap_norms": 3, "sliding_window": 512}
+OPTIONS |= dict.fromkeys(("has_qkv_bias", "has_o_bias", "has_mlp_bias", "has_head_norms"), True)
+OPTIONS |= {"norm_before_residual": True, "norm_output": True}
 """Everything that an EAGLE-3 head may have besides."""
 
-
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-}
+POINTERS = {torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
+POINTERS |= {torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 
 
 def signature(cfg: DrafterConfig) -> dict[str, Any]:
     """Triton types of every argument of the kernel: of groups, a group of types."""
     model, weight = POINTERS[cfg.dtype], POINTERS[cfg.weight_dtype]
     types = element_types(cfg)
+    of_head = dict.fromkeys(HeadTensors._fields, model) | dict.fromkeys(("scales", "cos", "sin"), "*fp32")
+    of_head |= {"stream": weight, "row_ids": "*i32", "draft_vocab": "i32", "stride_embedding": "i32"}
     groups = {
         "features": Features(model, "i32", "i32"),
-        "tap_offset_1": "i64",
-        "tap_offset_2": "i64",
-        "depth": "i32",
-        "total_tokens": "i32",
+        **{"tap_offset_1": "i64", "tap_offset_2": "i64", "depth": "i32", "total_tokens": "i32"},
         "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
-        "head": HeadTensors(
-            stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,
-            norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
-            norm_heads=model, draft_vocab="i32", stride_embedding="i32",
-        ),
+        "head": HeadTensors(**of_head),
         "cache": DraftCache(model, model, "i32", "i32"),
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
-    }  # fmt: skip
+    }
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
 
@@ -160,7 +139,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     parser.add_argument("--fp8", action="store_true", help="FP8 weights")

@@ -49,11 +49,8 @@ class Compiler:
         self.reports: dict[str, dict[str, Any]] = {}
 
     def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        options = {
-            name: keywords.pop(name)
-            for name in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
-            if name in keywords
-        }
+        given = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+        options = {name: keywords.pop(name) for name in given if name in keywords}
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
         # None, too, as in a launch: kernels without FP8 weights have no scales.
         constant = {name for name, value in values.items() if name.isupper() or value is None}
@@ -112,18 +109,8 @@ def run_all(compiler: Compiler) -> None:
     forward = ForwardRows.allocate(SLOTS, NODES, state.lengths)
     tree_rows.tree_rows(trees, forward)
     norms = (qkv[0, :HEAD_DIM], qkv[0, :HEAD_DIM])
-    pair_rows.rotate_append(
-        qkv,
-        qkv[0],
-        norms,
-        1e-6,
-        (table, table),
-        forward.positions,
-        forward.attention.slots,
-        forward.kv_rows,
-        keys[0],
-        keys[0],
-    )
+    rotated = forward.positions, forward.attention.slots, forward.kv_rows
+    pair_rows.rotate_append(qkv, qkv[0], norms, 1e-6, (table, table), *rotated, keys[0], keys[0])
     box, chunk = PromptBox.allocate(1024, "cpu"), ChunkRows.allocate(CHUNK, state.lengths)
     prompt_chunks.begin_prompt(box, state)
     prompt_chunks.chunk_rows(box, chunk)

@@ -12,7 +12,6 @@ _FROM_REGISTERS = re.compile(r"\b[HQ]GMMA\S* R\d+, R(\d+)")
 _WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)")
 _TARGET = re.compile(r"(?:@!?U?P\w+ )?(\S+) (?:U?PT?\w*, )*R(\d+)\b")
 _WITHOUT_TARGET = re.compile(r"(?:@!?U?P\w+ )?(ST|RED|BAR|BRA|SYNCS|WARPGROUP|HGMMA|QGMMA|LDGSTS|R2UR|VOTE)")
-
 FAULTS = "overwritten_operands", "mixed_halves"
 """What makes results wrong, here and in reports."""
 

@@ -81,3 +81,9 @@ def assert_agrees(drafted: Drafted) -> None:
 def assert_equal_trees(mine: DraftTree, other: DraftTree) -> None:
     for name in FIELDS:
         assert torch.equal(getattr(mine, name), getattr(other, name)), name
+
+
+def assert_is_the_references(drafted: Drafted) -> None:
+    """Of drafts in float32, whose trees are decided clearly."""
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())

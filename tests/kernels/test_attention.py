@@ -27,7 +27,6 @@ SLOW = pytest.mark.slow
 SHARED = [AttentionTiles(programs) for programs in (1, 2, 16)]
 """One program keeps a state of all, two keep states of groups, sixteen of splits."""
 
-
 ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 3, 1, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
 FAR = (2, 2, 1, 16, [1700, 0, 640])
 
@@ -49,8 +48,7 @@ FAR = (2, 2, 1, 16, [1700, 0, 640])
 def test_trees(
     device: str, shape: tuple[int, int, int, int, list[int]], dtype: torch.dtype, window: int | None
 ) -> None:
-    nodes, heads, kv_heads, head_dim, lengths = shape
-    slots = len(lengths)
+    (nodes, heads, kv_heads, head_dim, lengths), slots = shape, len(shape[-1])
     parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
     tree = layout_tree(torch.zeros((slots, nodes), dtype=torch.int64), parents, path_width=7)
     rows = ForwardRows.allocate(slots, nodes, torch.tensor(lengths, dtype=torch.int32, device=device))
@@ -120,9 +118,7 @@ def check(
     results = []
     for tiles in SHARED:
         states = num_states(keys.shape[2], tiles) * len(qkv) * heads
-        scratch = AttentionScratch(
-            *(torch.full((states * size,), float("nan"), device=device) for size in (head_dim, 2))
-        )
+        scratch = AttentionScratch(*(torch.full((states * size,), torch.nan, device=device) for size in (head_dim, 2)))
         found.fill_(float("nan"))
         # A power of two changes no bit.
         lift = 2.0**60 if results and dtype == torch.float32 else 1.0
@@ -147,14 +143,8 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
     out = torch.zeros((3, count), dtype=torch.int32, device=device)
     _splits_kernel[(1,)](out, COUNT=count)
     split, start, stop = out.cpu()
-    assert sorted(set(start.tolist())) == [
-        *range(0, 512, 128),
-        512,
-        768,
-        *range(1024, 4096, 512),
-        *range(4096, 32768, 1024),
-        *range(32768, count, 4096),
-    ]
+    ranges = (0, 512, 128), (512, 1024, 256), (1024, 4096, 512), (4096, 32768, 1024), (32768, count, 4096)
+    assert sorted(set(start.tolist())) == [place for each in ranges for place in range(*each)]
     key = torch.arange(count)
     assert bool(((start <= key) & (key < stop)).all())
     assert split.tolist() == [num_splits(each + 1) - 1 for each in range(count)]

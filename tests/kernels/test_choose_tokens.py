@@ -118,12 +118,8 @@ def test_weights() -> None:
     assert (weights.diff() <= 0).all()
     assert int(weights[0]) == ONE.value
     assert int(weights[-1]) == 0
-    assert score_distance_ref(torch.tensor([1.0, 2.0, -300.0, float("-inf")])).tolist() == [
-        1 << 24,
-        0,
-        FAR.value,
-        FAR.value,
-    ]
+    distances = score_distance_ref(torch.tensor([1.0, 2.0, -300.0, float("-inf")]))
+    assert distances.tolist() == [1 << 24, 0, FAR.value, FAR.value]
 
 
 def extreme_rows(vocab: int = 40) -> torch.Tensor:
@@ -140,25 +136,15 @@ def extreme_rows(vocab: int = 40) -> torch.Tensor:
     return rows
 
 
+USUAL = [SamplingConfig(*each) for each in ((0.0,), (1.0,), (0.7, 20), (0.7, 0, 0.9))]
+USUAL += [SamplingConfig(1.5, min_p=0.05), SamplingConfig(0.6, top_k=20, top_p=0.95, min_p=0.01)]
+EDGES = [SamplingConfig(2.0, top_k=5000), SamplingConfig(1e-45)]
+EDGES += [SamplingConfig(1.0, **each) for each in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0})]
+
+
 @pytest.mark.usefixtures("_stable_sort")
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bf16 ties"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        SamplingConfig(0.0),
-        SamplingConfig(1.0),
-        SamplingConfig(0.7, top_k=20),
-        SamplingConfig(0.7, top_p=0.9),
-        SamplingConfig(1.5, min_p=0.05),
-        SamplingConfig(0.6, top_k=20, top_p=0.95, min_p=0.01),
-        SamplingConfig(2.0, top_k=5000),
-        SamplingConfig(1.0, top_p=1e-6),
-        SamplingConfig(1.0, top_k=1),
-        SamplingConfig(1.0, min_p=1.0),
-        SamplingConfig(1e-45),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("config", [*USUAL, *EDGES], ids=str)
 def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: bool) -> None:
     # Scores over so low a temperature are infinite to transformers; the cuts take tiny ones for equal.
     extremes = [extreme_rows()[:5].repeat(8, 1)] if config.temperature > 0.1 else []

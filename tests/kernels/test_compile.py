@@ -40,7 +40,6 @@ CASES = {
 }
 BARRIERS = 8  # of a small head, in the code
 PRODUCTS = 4  # projections, attention, gate and up, LM head: each a loop, where it is long enough to stay one
-
 Report = dict[str, object]
 
 

@@ -23,17 +23,8 @@ from support.drafting import random_head as small_head
 from support.drafting import with_options
 
 pytestmark = pytest.mark.gpu
-MEDIUM = {
-    "hidden": 512,
-    "intermediate": 1536,
-    "heads": 8,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "target_vocab": 4000,
-    "draft_vocab": 3001,
-    "device": "cuda",
-}
-
+MEDIUM: dict[str, Any] = {"hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64}
+MEDIUM |= {"target_vocab": 4000, "draft_vocab": 3001, "device": "cuda"}
 
 NEEDS_FP8 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="FP8 needs sm_89 or later"
@@ -129,16 +120,9 @@ def test_graph_replays_take_new_inputs() -> None:
             assert torch.equal(candidates_of(bufs).scores, scores)
         check_finished(bufs)
         assert_equal_trees(tree_of(bufs), launched)
-        agreement = replay(
-            exact_head(head, plain.cfg),
-            plain.cfg.tree,
-            step,
-            candidates_of(bufs),
-            tree_of(bufs),
-            bufs.keys,
-            bufs.values,
-            atol=log_prob_atol(plain.cfg),
-        )
+        drafted = candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values
+        atol = log_prob_atol(plain.cfg)
+        agreement = replay(exact_head(head, plain.cfg), plain.cfg.tree, step, *drafted, atol=atol)
         assert agreement.agrees, str(agreement)
 
 
@@ -154,8 +138,7 @@ def test_trees_within_a_bound_share_one_compiled_kernel() -> None:
     for tree in ((5, 10, 60), (5, 10, 32), (2, 10, 16), (1, 10, 7), (0, 10, 2), (7, 10, 59)):
         wide.bufs.keys.copy_(wide.step.keys)
         wide.bufs.values.copy_(wide.step.values)
-        smaller = run(wide.cfg, wide.features, wide.weights, wide.bufs.of_tree(TreeConfig(*tree)))
-        assert_agrees(smaller)
+        assert_agrees(run(wide.cfg, wide.features, wide.weights, wide.bufs.of_tree(TreeConfig(*tree))))
     assert num_kernels() == before
 
 

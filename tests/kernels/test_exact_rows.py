@@ -26,6 +26,8 @@ from torch import Tensor
 VOCAB = 96
 SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 4096}
 LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+NINE_HEADS = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+QWEN2 = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
 
 
 @dataclass(frozen=True)
@@ -175,28 +177,12 @@ def test_small(device: str, kind: str) -> None:
     [
         ("llama", torch.bfloat16, 700, LARGE),
         ("llama", torch.bfloat16, 700, LARGE | {"is_fp8": True}),
-        (
-            "qwen2",
-            torch.bfloat16,
-            300,
-            {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "is_fp8": True},
-        ),
+        ("qwen2", torch.bfloat16, 300, QWEN2 | {"is_fp8": True}),
         ("llama", torch.float16, 300, LARGE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-        (
-            "llama",
-            torch.bfloat16,
-            700,
-            {
-                "hidden_size": 576,
-                "intermediate_size": 1536,
-                "num_attention_heads": 9,
-                "num_key_value_heads": 3,
-                "num_hidden_layers": 4,
-            },
-        ),
+        ("llama", torch.bfloat16, 700, NINE_HEADS | {"num_hidden_layers": 4}),
         ("llama", torch.bfloat16, 300, {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}),
         ("llama", torch.float32, 300, {"hidden_size": 256, "num_key_value_heads": 4}),
-        ("qwen2", torch.bfloat16, 300, {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}),
+        ("qwen2", torch.bfloat16, 300, QWEN2),
         ("qwen3", torch.bfloat16, 300, {"hidden_size": 1024, "num_attention_heads": 8}),
         ("mistral", torch.float16, 300, {"hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}),
     ],

@@ -7,7 +7,6 @@ from kernels.machine_code import mixed_halves, overwritten_operands, spills_amon
 
 
 def listing(*instructions: str) -> str:
-    """The instructions as a loop."""
     code = [*instructions, "@!P3 BRA `(.L_x_6)"]
     lines = [f"        /*{16 * place:04x}*/                   {each} ;" for place, each in enumerate(code)]
     return "\n".join([".L_x_6:", *lines])

@@ -13,7 +13,6 @@ from kernels.cases import CASES
 from support.programs import need_processes
 
 pytestmark = pytest.mark.compiled
-
 TESTS = Path(__file__).parents[1]
 
 

@@ -12,12 +12,7 @@ import pytest
 import torch
 from eagle_slim.runtime import tune
 from eagle_slim.runtime.drafter import tuned_cache
-from eagle_slim.runtime.drafter.launch_params import (
-    INTERPRETER,
-    LaunchParams,
-    choose_launch,
-    choose_layout,
-)
+from eagle_slim.runtime.drafter.launch_params import INTERPRETER, LaunchParams, choose_launch, choose_layout
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key
 from eagle_slim.runtime.drafter.tuning import precompile, timing
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
@@ -94,26 +89,16 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
     two, four = (replace(CFG, num_slots=count) for count in (2, 4))
-    launched = [
-        (two, CHIP, 1),
-        (four, CHIP, 11),
-        (CFG, CHIP, 2),
-        (replace(four, depth=1), CHIP, 6),
-        (small, CHIP, 90),
-        (CFG, KNOWN_CHIPS[100], 500),
-    ]
-    counts: Launches = Counter({((chip, cfg), False): launches for cfg, chip, launches in launched})
+    launched = (two, 1), (four, 11), (CFG, 2), (replace(four, depth=1), 6), (small, 90)
+    counts: Launches = Counter({((CHIP, cfg), False): launches for cfg, launches in launched})
+    counts[(KNOWN_CHIPS[100], CFG), False] = 500
     monkeypatch.setattr(tuned_cache, "ALL_LAUNCHES", counts)
     TunedCache(tmp_path / "none.json").find(replace(CFG, draft_vocab=4096), CHIP)
     tuned_cache.record_launches()
     found = tune.recorded_configurations(path, CHIP)
-    assert [(dims, cfg.num_slots, cfg.draft_vocab) for dims, cfg in found] == [
-        (Dims.of(small), 2, 4096),
-        (Dims.of(CFG), 4, 32000),
-        (Dims.of(CFG), 1, 32000),
-        (Dims.of(CFG), 2, 32000),
-        (Dims.of(CFG), 1, 4096),
-    ]
+    assert [dims for dims, _ in found] == [Dims.of(small), *[Dims.of(CFG)] * 4]
+    tuned = [(cfg.num_slots, cfg.draft_vocab) for _, cfg in found]
+    assert tuned == [(2, 4096), (4, 32000), (1, 32000), (2, 32000), (1, 4096)]
     for recorded, (_, cfg) in zip((small, four), found, strict=False):
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree
@@ -121,9 +106,7 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
         tune.recorded_configurations(path, KNOWN_CHIPS[80])
 
 
-def test_the_command_tunes_once_unless_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_tunes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shapes, tuned = tmp_path / "shapes.json", tmp_path / "tuned.json"
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(shapes))
     TunedCache(tmp_path / "none.json").find(CFG, CHIP)

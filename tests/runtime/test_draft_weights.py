@@ -53,9 +53,7 @@ def test_what_cannot(sm_89: None, monkeypatch: pytest.MonkeyPatch) -> None:
         check_draft_weights("fp8", "auto", GPU)
 
 
-def test_a_head_that_the_kernel_cannot_take_is_no_reason_to_leave_fp8(
-    sm_89: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_no_kernel_takes_is_no_reason_to_leave_fp8(sm_89: None, monkeypatch: pytest.MonkeyPatch) -> None:
     head = replace(random_head(dtype=torch.bfloat16), activation="relu")
     monkeypatch.setattr(HeadWeights, "device", GPU)
     with pytest.warns(SpeedWarning, match="relu"):

@@ -24,14 +24,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(script: str, *args: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / script, *args],
-        cwd=folder,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=1800,
-        env={**os.environ, "PYTHONUTF8": "1"},
-    )
+    command, env = [sys.executable, EXAMPLES / script, *args], {**os.environ, "PYTHONUTF8": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

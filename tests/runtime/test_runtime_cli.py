@@ -46,8 +46,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 class Ended(NamedTuple):
-    """What a command left behind."""
-
     code: int
     out: str
     err: str
@@ -267,8 +265,6 @@ def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch, er
 
 @pytest.fixture
 def chat(generate: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Type lines into a chat."""
-
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -327,9 +323,7 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "unknown command /nonsense; /reset starts over" in err
 
 
-def test_a_line_of_the_chat_that_is_no_utf8_is_told_and_the_chat_goes_on(
-    chat: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_of_the_chat_that_is_no_utf8_is_told(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter([b"\xff", b"/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines).decode())
     code, _, err = chat()
@@ -403,9 +397,7 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
     assert {row["num_answers"] for row in written["rows"]} == {1}
 
 
-def test_a_candidate_that_fails_is_told_and_costs_no_other(
-    compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_candidate_costs_no_other(compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SpeculativeModel.generate
 
     def fail(self: SpeculativeModel, *args: Any, **options: Any) -> Any:
@@ -459,9 +451,7 @@ def test_help_and_version(run: Run, main: Callable[[list[str]], object], max_opt
 # It is imported already where the tests run.
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("name", ["compare.cli", "generate_cli", "tune"])
-def test_every_command_runs_as_a_module(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_as_modules(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module(f"eagle_slim.runtime.{name}", run_name="__main__")

@@ -8,23 +8,14 @@ import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.tree import (
-    DraftTree,
-    build_tree,
-    join_levels,
-    layout_tree,
-    rank_children,
-    ranked_topk,
-)
+from eagle_slim.runtime.tree import DraftTree, build_tree, join_levels, layout_tree, rank_children, ranked_topk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises_with
 
 ROOT, A, B, C, D, E, F, G, H, I_, J = range(100, 111)
 LEVEL_TOKENS = [torch.tensor([level]) for level in ([A, B], [C, D, E, F], [G, H, I_, J])]
-LEVEL_SCORES = [
-    torch.tensor([level]) for level in ([-0.5, -1.5], [-1.5, -2.0, -1.75, -5.5], [-2.0, -4.5, -2.75, -3.75])
-]
+LEVEL_SCORES = [torch.tensor([row]) for row in ([-0.5, -1.5], [-1.5, -2.0, -1.75, -5.5], [-2.0, -4.5, -2.75, -3.75])]
 LEVEL_FRONTIERS = [torch.tensor([[0, 1]]), torch.tensor([[0, 2]])]
 EXAMPLE = TreeConfig(depth=2, top_k=2, total_tokens=7)
 
@@ -32,14 +23,6 @@ EXAMPLE = TreeConfig(depth=2, top_k=2, total_tokens=7)
 def example_tree(config: TreeConfig = EXAMPLE) -> DraftTree:
     candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
     return build_tree(torch.tensor([ROOT]), candidates, config)
-
-
-def test_worked_example_candidates_and_frontier() -> None:
-    scores, index = ranked_topk(LEVEL_SCORES[1], 2)
-    assert index.tolist() == [[0, 2]]
-    assert scores.tolist() == [[-1.5, -1.75]]
-    candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
-    assert candidates.parents.tolist() == [[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]]
 
 
 def test_worked_example_tree() -> None:

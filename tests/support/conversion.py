@@ -37,5 +37,4 @@ def convert(head: str | Path | None = None, **options: Any) -> Conversion:
 
 
 def written(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an artifact."""
     return load_file(folder / "model.safetensors")

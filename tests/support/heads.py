@@ -30,7 +30,6 @@ Container = Literal["safetensors", "bin", "sharded"]
 
 
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor of normal values that depends on shape and seed alone."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
 
@@ -46,21 +45,11 @@ def write_target(
     folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN, shards: int = 1
 ) -> Path:
     """A Hugging Face folder with the tensors that a conversion may read, a tokenizer, and a configuration."""
-    write_folder(
-        folder,
-        byte_level_bpe(TOKENS),
-        generation_config={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
-        eos_token="<|im_end|>",
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": LAYERS,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": tied,
-    }
-    write_json(folder / "config.json", config)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    write_folder(folder, byte_level_bpe(TOKENS), generation_config=ids, eos_token="<|im_end|>")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": tied}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    write_json(folder / "config.json", config | sizes)
     tensors = {"model.embed_tokens.weight": random((VOCAB, hidden), 101, dtype)}
     if not tied:
         tensors["lm_head.weight"] = random((VOCAB, hidden), 102, dtype)
@@ -70,7 +59,6 @@ def write_target(
 
 
 def target_lm_head(folder: Path) -> torch.Tensor:
-    """The LM head of `write_target`, [vocab, hidden]."""
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -103,14 +91,10 @@ def eagle3_tensors(
     embedding: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, taps * target_hidden),
-        **layer_shapes("midlayer.", 2 * HIDDEN),
-        "midlayer.input_layernorm.weight": (HIDDEN,),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
-        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * target_hidden)}
+    shapes |= layer_shapes("midlayer.", 2 * HIDDEN)
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    shapes |= {f"{name}.weight": (HIDDEN,) for name in norms}
     if rows is not None:
         shapes["lm_head.weight"] = (rows, HIDDEN)
     if embedding:
@@ -124,14 +108,12 @@ def eagle3_tensors(
 
 def eagle3_config(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
     """A flat config.json; a change of None leaves the key in with null, of `...` takes it out."""
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB,
-        "draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "attention_bias": False,
-        "torch_dtype": str(dtype).removeprefix("torch."), "tie_word_embeddings": False, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB}
+    config |= {"draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0}
+    config |= {"attention_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config |= {"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
     return {key: value for key, value in (config | changes).items() if value is not ...}
 
 
@@ -150,14 +132,10 @@ def write_eagle3(
     extra: dict[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> Path:
-    """An EAGLE-3 head.
+    """An EAGLE-3 head, with changes of config.json.
 
-    Args:
-        ids: target id of each LM-head row, for a head with a map; None for a full vocabulary.
-        lm_head: whether it has an LM head of its own.
-        tensors: in place of `eagle3_tensors`, without the map.
-        extra: further tensors, written under the names given.
-        changes: of config.json.
+    `ids`: target id of each LM-head row, for a head with a map. `tensors` stand in place of `eagle3_tensors`, without
+    the map; `extra` are written under the names given.
     """
     rows = (VOCAB if ids is None else len(ids)) if lm_head else None
     found = dict(eagle3_tensors(rows=rows, dtype=dtype) if tensors is None else tensors)
@@ -172,7 +150,6 @@ def write_eagle3(
 
 
 def spelled(name: str, spelling: Spelling) -> str:
-    """A canonical name in another spelling."""
     prefix = {"speculators": "layers.0.", "legacy-norms": "midlayer."}.get(spelling, f"{spelling}.")
     if name.startswith("midlayer."):
         return prefix + name.removeprefix("midlayer.")
@@ -184,19 +161,16 @@ def spelled(name: str, spelling: Spelling) -> str:
 
 
 def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
-    """The nested configuration of the speculators format."""
     outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-    return {
+    verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+    config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": {key: value for key, value in flat.items() if key not in outer},
-        **{key: flat[key] for key in outer if key in flat},
     }
+    config["speculators_config"] = {"algorithm": "eagle3", "verifier": verifier}
+    config["transformer_layer_config"] = {key: value for key, value in flat.items() if key not in outer}
+    return config | {key: flat[key] for key in outer if key in flat}
 
 
 def write_eagle1(
@@ -207,12 +181,8 @@ def write_eagle1(
     **changes: Any,
 ) -> Path:
     """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, 2 * HIDDEN),
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        **layer_shapes("layers.0.", HIDDEN),
-        "layers.0.post_attention_layernorm.weight": (HIDDEN,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), "embed_tokens.weight": (VOCAB, HIDDEN)}
+    shapes |= layer_shapes("layers.0.", HIDDEN) | {"layers.0.post_attention_layernorm.weight": (HIDDEN,)}
     tensors = {name: random(shape, 50 + number) for number, (name, shape) in enumerate(shapes.items())}
     config = eagle3_config(architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
     return _write(folder, config | changes, tensors | (extra or {}), container)
@@ -245,9 +215,8 @@ def write_dflash(
     if ids is not None:
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
         tensors["t2d"] = torch.from_numpy(np.isin(np.arange(VOCAB), ids))
-    layer_config = eagle3_config(
-        architectures=..., draft_vocab_size=..., model_type="qwen3", num_hidden_layers=2, tie_word_embeddings=True
-    )
+    layer_config = eagle3_config(architectures=..., draft_vocab_size=..., model_type="qwen3")
+    layer_config |= {"num_hidden_layers": 2, "tie_word_embeddings": True}
     mask = {"mask_token_id": TOKENS - 1, "target_layer_ids": [1, 3, 5]}
     if form == "z-lab":
         config = {**layer_config, "architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": mask}

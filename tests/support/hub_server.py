@@ -51,40 +51,23 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong, until `clear_faults`: with the content of a file, or with any request for a path.
+    """What goes wrong, until `clear_faults`: with the content of a file, or with any request for a path."""
 
-    break_after: the connection closes after so many bytes of the body.
-    ignore_range: the whole file comes with status 200.
-    extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
-    etag: other bytes come, under this ETag.
-    shift: the range begins so many bytes further on, and Content-Range says so.
-    as_whole: the range comes with status 200, as if it were all of the file.
-    total: of the file, as Content-Range names it.
-    times: so often; None for always.
-
-    With any request for a path that ends so, HEAD and API included:
-
-    unanswered: the connection closes without an answer.
-    silent: the connection stays open without an answer, until the server closes.
-    answer: these bytes, or this value as JSON, with status 200.
-    status: this status and no content.
-
-    without: headers that answers about a file lack.
-    """
-
-    break_after: int | None = None
-    ignore_range: bool = False
-    extra_bytes: int = 0
-    etag: str | None = None
-    shift: int = 0
-    as_whole: bool = False
-    total: int | None = None
-    times: int | None = None
-    unanswered: bool = False
-    silent: bool = False
-    answer: Any = None
-    status: int | None = None
-    without: tuple[str, ...] = ()
+    times: int | None = None  # None for always
+    # With the content of a file:
+    break_after: int | None = None  # the connection closes after so many bytes of the body
+    ignore_range: bool = False  # the whole file comes with status 200
+    extra_bytes: int = 0  # so many come after the range that was asked for, and Content-Length counts them
+    etag: str | None = None  # other bytes come, under this ETag
+    shift: int = 0  # the range begins so many bytes further on, and Content-Range says so
+    as_whole: bool = False  # the range comes with status 200, as if it were all of the file
+    total: int | None = None  # of the file, as Content-Range names it
+    without: tuple[str, ...] = ()  # headers that answers about a file lack
+    # With any request for a path that ends so, HEAD and API included:
+    unanswered: bool = False  # the connection closes without an answer
+    silent: bool = False  # the connection stays open without an answer, until the server closes
+    answer: Any = None  # these bytes, or this value as JSON, with status 200
+    status: int | None = None  # this status and no content
 
     @property
     def is_early(self) -> bool:
@@ -406,19 +389,12 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     from huggingface_hub import close_session, constants
 
     home = Path(home)
-    values: dict[str, Any] = {
-        "ENDPOINT": hub.endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HOME": str(home),
-        "HF_HUB_CACHE": str(home / "hub"),
-        "HF_ASSETS_CACHE": str(home / "assets"),
-        "HF_XET_CACHE": str(home / "xet"),
-        "HF_TOKEN_PATH": str(home / "token"),
-        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_DISABLE_TELEMETRY": True,
-        "HF_HUB_OFFLINE": offline,
-    }
+    folders = {"HF_HOME": "", "HF_HUB_CACHE": "hub", "HF_ASSETS_CACHE": "assets", "HF_XET_CACHE": "xet"}
+    folders |= {"HF_TOKEN_PATH": "token", "HF_STORED_TOKENS_PATH": "stored_tokens"}
+    values: dict[str, Any] = {key: str(home / name) for key, name in folders.items()}
+    values |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True, "HF_HUB_OFFLINE": offline}
+    values["ENDPOINT"] = hub.endpoint
+    values["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     replaced: list[tuple[Any, dict[str, Any]]] = [(constants, values)]
     if hasattr(transformers_hub, "_hf_api"):
         # Since 5.10 transformers keeps one client for the process, with the endpoint it was made for.

@@ -48,16 +48,6 @@ def headless_browser(profile: Path) -> list[str]:
     """Command line of a Chromium without a window, on an empty profile folder; what it is to open follows."""
     found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     chromium = next(filter(None, found), None) or skip_or_fail("needs chromium: apt-get install chromium")
-    return [
-        chromium,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        f"--user-data-dir={profile}",
-    ]
+    flags = "headless no-sandbox disable-gpu disable-dev-shm-usage disable-quic no-first-run disable-sync"
+    flags += " disable-background-networking disable-component-update"
+    return [chromium, *(f"--{flag}" for flag in flags.split()), f"--user-data-dir={profile}"]

@@ -48,7 +48,6 @@ def byte_fallback_bpe() -> Tokenizer:
 
 
 def with_reserved(tokenizer: Tokenizer, count: int) -> Tokenizer:
-    """Append reserved special tokens."""
     tokenizer.add_special_tokens([AddedToken(f"<|reserved_{i}|>", special=True) for i in range(count)])
     return tokenizer
 
@@ -60,7 +59,6 @@ def write_folder(
     generation_config: dict[str, object] | None = None,
     **config: object,
 ) -> Path:
-    """Write a tokenizer folder as a model repository has it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     values = dict(config)

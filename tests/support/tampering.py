@@ -40,7 +40,6 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Any], sign_rows: bo
 
 
 def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change config.json and record its checksum."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     change(config)
@@ -49,7 +48,6 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest."""
     path = folder / "eagle_slim.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -57,7 +55,6 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
 
 
 def sign_file(folder: Path, name: str) -> None:
-    """Record the checksum of a small file as it is now."""
     data = (folder / name).read_bytes()
     entry = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     change_manifest(folder, lambda manifest: manifest["files"].update({name: entry}))

@@ -18,18 +18,12 @@ WINDOW = 6
 NEAR_TIE = 1e-4
 """Logits closer than this may change places where another processor rounds them; float32 errs by about 1e-6."""
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 64}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
@@ -78,11 +72,10 @@ def write_head(
     heads, kv_heads, head_dim, middle = 4, 2, 8, 48
     width = 2 * hidden if kind == "eagle3" else hidden
     layer = "midlayer." if kind == "eagle3" else "layers.0."
+    projections = {f"{layer}self_attn.{name}_proj": n for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, (taps if kind == "eagle3" else 2) * hidden),
-        f"{layer}self_attn.q_proj.weight": (heads * head_dim, width),
-        f"{layer}self_attn.k_proj.weight": (kv_heads * head_dim, width),
-        f"{layer}self_attn.v_proj.weight": (kv_heads * head_dim, width),
+        **{f"{name}.weight": (count * head_dim, width) for name, count in projections.items()},
         f"{layer}self_attn.o_proj.weight": (hidden, heads * head_dim),
         f"{layer}mlp.gate_proj.weight": (middle, hidden),
         f"{layer}mlp.up_proj.weight": (middle, hidden),
@@ -95,8 +88,7 @@ def write_head(
     else:
         shapes["fc.bias"] = (hidden,)
     if attention_bias:
-        for projection, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            shapes[f"{layer}self_attn.{projection}_proj.bias"] = (rows * head_dim,)
+        shapes |= {f"{name}.bias": (count * head_dim,) for name, count in projections.items()}
     rows = len(draft_ids) if draft_ids else vocab
     if draft_ids or own_lm_head:
         shapes["lm_head.weight"] = (rows, hidden)
@@ -110,13 +102,12 @@ def write_head(
     if draft_ids:
         tensors["d2t"] = torch.tensor(draft_ids) - torch.arange(rows)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(draft_ids), True)
-    settings = {
-        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": 1,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "hidden_act": "silu",
-        "attention_bias": attention_bias, "torch_dtype": "float32",
-    }  # fmt: skip
+    settings: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "float32"}
+    settings["architectures"] = ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"]
+    settings |= {"hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": 1, "vocab_size": vocab}
+    settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    settings |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256}
+    settings["attention_bias"] = attention_bias
     if kind == "eagle3":
         settings["draft_vocab_size"] = rows
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,16 +125,9 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
 def plain_greedy(model: nn.Module, prompt: list[int], max_new_tokens: int, eos: int | None = 2) -> list[int]:
     """What transformers' own generate gives: new tokens only, each of them chosen clearly."""
     ids = torch.tensor([prompt])
-    output = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": eos}
+    options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
     largest = torch.cat(output.logits).topk(2).values
     assert -largest.diff().max() > NEAR_TIE, "a near-tie: another seed would make a better test"
     return output.sequences[0, len(prompt) :].tolist()

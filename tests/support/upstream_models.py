@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import upstream_stand_in
 from support.small_tokenizers import byte_level_bpe, write_folder
-from support.tiny_models import widen
+from support.tiny_models import LLAMA3_ROPE, widen
 from torch import nn
 
 UPSTREAM = os.environ.get("EAGLE_SLIM_UPSTREAM") or None
@@ -25,10 +25,7 @@ REAL = {
     "llama eagle3": ("Llama", "eagle3", 64), "llama eagle3 full": ("Llama", "eagle3", None),
     "qwen3 eagle3": ("Qwen3", "eagle3", 64), "llama eagle": ("Llama", "eagle", None),
     "qwen2 eagle": ("Qwen2", "eagle", None), "mixtral eagle": ("Mixtral", "eagle", None),
-    "llama 3.1 eagle3": ("Llama", "eagle3", 64, {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }),
+    "llama 3.1 eagle3": ("Llama", "eagle3", 64, LLAMA3_ROPE),
     "llama linear eagle3": ("Llama", "eagle3", 64, {"type": "linear", "factor": 2.0}),
 }  # fmt: skip
 NEEDS_UPSTREAM = pytest.mark.skipif(
@@ -71,19 +68,10 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: d
     vocab = tokenizer.get_vocab_size()
     base, head = folder / "base", folder / "head"
     write_folder(base, tokenizer, tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>")
-    sizes = {
-        "vocab_size": vocab,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "rope_scaling": rope,
-    }
+    common = {"vocab_size": vocab, "hidden_size": _HIDDEN, "intermediate_size": 48, "num_attention_heads": 4}
+    common |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
+    sizes = {**common, "num_hidden_layers": 8, "head_dim": 8, "rope_scaling": rope}
+    sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
     target = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
     widen(target.named_parameters())
     target.save_pretrained(base)
@@ -92,20 +80,8 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: d
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
 
     rows = draft_vocab or vocab
-    config = {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "bias": True,
-    }
+    config = {**common, "model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
+    config |= {"hidden_act": "silu", "rope_theta": 10000.0, "bias": True}
     if kind == "eagle3":
         config["draft_vocab_size"] = rows
     head.mkdir()
@@ -121,15 +97,9 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: d
         ids = torch.arange(vocab) if rows == vocab else torch.cat((torch.arange(vocab)[LIKELY], others)).sort().values
         state |= {"d2t": ids - torch.arange(rows), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)}
     torch.save(state, head / "pytorch_model.bin")
-    model = EaModel.from_pretrained(
-        use_eagle3=kind == "eagle3",
-        base_model_path=str(base),
-        ea_model_path=str(head),
-        total_token=8,
-        depth=2,
-        top_k=3,
-        torch_dtype=torch.float32,
-    ).eval()
+    tree = {"total_token": 8, "depth": 2, "top_k": 3, "torch_dtype": torch.float32}
+    paths = {"base_model_path": str(base), "ea_model_path": str(head)}
+    model = EaModel.from_pretrained(use_eagle3=kind == "eagle3", **paths, **tree).eval()
     # A few tokens are likely in target and head alike, so that drafts are accepted.
     weight = torch.full((vocab, 1), 0.1)
     weight[LIKELY] = 1.0

@@ -21,15 +21,8 @@ VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, LAYERS, POSITIONS = 48, 16, 2,
 LIKELY = 8
 
 
-CONFIG = SimpleNamespace(
-    hidden_act="silu",
-    rms_norm_eps=1e-5,
-    hidden_size=HIDDEN,
-    intermediate_size=MIDDLE,
-    num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS,
-    mlp_bias=False,
-)
+CONFIG = SimpleNamespace(hidden_act="silu", rms_norm_eps=1e-5, hidden_size=HIDDEN, intermediate_size=MIDDLE)
+CONFIG.num_attention_heads, CONFIG.num_key_value_heads, CONFIG.mlp_bias = HEADS, KV_HEADS, False
 
 
 class Rotary(nn.Module):

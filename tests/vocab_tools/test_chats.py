@@ -81,34 +81,28 @@ ONE = turn("what is the capital of France?", "Paris.")
 THREE = turn("what is the capital of France?", "Paris.", "and of Germany?", "Berlin!", "Hi there please", "ok")
 ANSWERS = ("Paris.", "Berlin!", "ok")
 
+CLOSE = "{% endfor %}" + PROMPT
+LAST_IN_FIN = "{{ m.content }}{{ '<fin>' if loop.last and not add_generation_prompt else '<end>' }}"
+OPENS_A_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+NO_THOUGHT = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<end>\n"
+IN_PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>\n"
+MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>\n{% endgeneration %}"
+MARKED += "{% else %}{{ m.content }}<end>\n{% endif %}"
+SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ '# ' + messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+)
+
 # A template's form, and what ends each of its turns; with a single word for all, the last one too.
 FORMS = {
-    "the last turn ends in another token": (
-        LOOP + "{{ m.content }}{{ '<fin>' if loop.last and not add_generation_prompt else '<end>' }}{% endfor %}"
-        + PROMPT, "<fin>"),
-    "an end token behind the loop as well": (
-        LOOP + "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<user>assistant\n"
-        "{% else %}{{ eos_token }}{% endif %}", "<end>"),
+    "the last turn ends in another token": (LOOP + LAST_IN_FIN + CLOSE, "<fin>"),
     "an end token behind the loop alone": (LOOP + "{{ m.content }}{% endfor %}{{ eos_token }}" + PROMPT, "</s>"),
-    "a generation prompt that opens a thought": (
-        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"), "<end>"),
-    "an empty thought in the last turn": (
-        LOOP + "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<end>\n"
-        "{% endfor %}" + PROMPT, "<end>"),
-    "contents only in parts": (
-        LOOP + "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>\n"
-        "{% endfor %}" + PROMPT, "<end>"),
-    "a generation mark that ends behind a newline": (
-        "{% for m in messages %}<user>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "<end>\n{% endgeneration %}{% else %}{{ m.content }}<end>\n{% endif %}{% endfor %}" + PROMPT, "<end>\n"),
-    "a system message that is its own block": (
-        "{% if messages[0].role == 'system' %}{{ '# ' + messages[0].content }}{% set messages = messages[1:] %}"
-        "{% endif %}" + CHATML, "<end>"),
-    "trimmed contents": (CHATML.replace("m.content", "m.content | trim"), "<end>"),
-    "roles in brackets, no generation prompt": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + eos_token }}"
-        "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}", "</s>"),
-}  # fmt: skip
+    "a generation prompt that opens a thought": (OPENS_A_THOUGHT, "<end>"),
+    "an empty thought in the last turn": (LOOP + NO_THOUGHT + CLOSE, "<end>"),
+    "contents only in parts": (LOOP + IN_PARTS + CLOSE, "<end>"),
+    "a generation mark that ends behind a newline": (LOOP + MARKED + CLOSE, "<end>\n"),
+    "a system message that is its own block": (SYSTEM + CHATML, "<end>"),
+    # Public templates' forms are in test_chat_forms.py.
+}
 
 
 @pytest.mark.parametrize(("template", "end"), FORMS.values(), ids=FORMS)
@@ -128,18 +122,14 @@ CALLS = (
 )
 AS_JSON = '<call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</call>'
 SPELLED = '<call>{"name": "get", "arguments": {"city": "Paris"}}</call>'
+KEYS = "{% for k, v in c.function.arguments.items() %}{{ c.function.name }} {{ k }}={{ v }}{% endfor %}"
+AS_TEXT, NAME = "{{ c.function.name + ' ' + c.function.arguments }}", "{{ c.function.name }} "
 CALLING = {
     "objects written as JSON": (AS_JSON, SPELLED),
-    "keys and values": (
-        "<call>{% for k, v in c.function.arguments.items() %}{{ c.function.name }} {{ k }}={{ v }}{% endfor %}</call>",
-        "<call>get city=Paris</call>",
-    ),
-    "JSON text": (
-        "<call>{{ c.function.name + ' ' + c.function.arguments }}</call>",
-        '<call>get {"city": "Paris"}</call>',
-    ),
+    "keys and values": (f"<call>{KEYS}</call>", "<call>get city=Paris</call>"),
+    "JSON text": (f"<call>{AS_TEXT}</call>", '<call>get {"city": "Paris"}</call>'),
     "closed by a special token": (
-        "<channel>{{ c.function.name }} {{ c.function.arguments | tojson }}<fin>",
+        "<channel>" + NAME + "{{ c.function.arguments | tojson }}<fin>",
         '<channel>get {"city": "Paris"}<fin>',
     ),
 }
@@ -178,12 +168,8 @@ def test_a_template_that_asks_for_no_content_beside_tool_calls() -> None:
 def test_calls_of_sharegpt_and_of_openais_old_form_become_tool_calls() -> None:
     tokenizer = words(CALLS.replace("CONTENT", "{{ m.content }}").replace("CALL", AS_JSON))
     function = {"name": "get", "arguments": {"city": "Paris"}}
-    sharegpt = [
-        {"from": "human", "value": "Hi there please"},
-        {"from": "function_call", "value": json.dumps(function)},
-        {"from": "observation", "value": "sunny"},
-        {"from": "gpt", "value": "ok"},
-    ]
+    sharegpt = [{"from": "human", "value": "Hi there please"}, {"from": "function_call", "value": json.dumps(function)}]
+    sharegpt += [{"from": "observation", "value": "sunny"}, {"from": "gpt", "value": "ok"}]
     old = [
         {"role": "user", "content": "Hi there please"},
         {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": '{"city": "Paris"}'}},
@@ -214,9 +200,8 @@ def test_thoughts_that_the_history_drops_are_counted_in_their_own_turn() -> None
 
 
 def test_a_thought_in_the_content_begins_with_what_the_prompt_opened() -> None:
-    template = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     messages = turn("Hi", "<think>\nmore thought\n</think>\nParis")
-    assert counted(words(template), messages) == split("more thought\n</think>\nParis<end>")
+    assert counted(words(OPENS_A_THOUGHT), messages) == split("more thought\n</think>\nParis<end>")
 
 
 def test_words_that_the_template_drops_are_counted_by_themselves() -> None:
@@ -378,9 +363,8 @@ def test_chats_of_all_forms_are_brought_into_one() -> None:
     assert normalise_messages(kept) == kept
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
+def test_what_is_not_a_chat_is_refused() -> None:
+    for value, problem in (
         (None, "found nothing"),
         ("text", "type str"),
         ([], "an empty list"),
@@ -389,11 +373,9 @@ def test_chats_of_all_forms_are_brought_into_one() -> None:
         ([{"content": "x"}], "message 0: no role"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1 .*no content"),
         ([{"role": "user", "content": 5}], "message 0 .*type int"),
-    ],
-)
-def test_what_is_not_a_chat_is_refused(value: Any, problem: str) -> None:
-    with pytest.raises(ChatError, match=problem):
-        normalise_messages(value)
+    ):
+        with pytest.raises(ChatError, match=problem):
+            normalise_messages(value)
 
 
 def test_contents_in_parts_are_joined_for_a_template_that_takes_text() -> None:

@@ -56,7 +56,6 @@ def everything(counts: TokenCounts, source: int = 0) -> list[int]:
 
 def of_documents(counts: TokenCounts) -> Counter[tuple[int, ...]]:
     held_out = counts.sources[0].held_out
-    assert held_out is not None
     return Counter(tuple(document.tolist()) for document in held_out.documents)
 
 
@@ -126,12 +125,8 @@ def test_limits_fall_on_the_same_document_in_any_blocks(tmp_path: Path, monkeypa
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     lengths = [len(llama3_like().backend.encode(text).ids) for text in texts]
     limit, expected = sum(lengths[:50]) - 1, naive(texts[:50])
-    limits = (
-        {"max_documents": 50},
-        {"max_tokens": limit},
-        {"max_tokens": limit + 1},
-        {"max_tokens": 10**9, "max_documents": 50},
-    )
+    limits = [{"max_documents": 50}, {"max_tokens": limit}, {"max_tokens": limit + 1}]
+    limits += [{"max_tokens": 10**9, "max_documents": 50}]
     for block_bytes, settings in itertools.product((1 << 20, 3000, 200), limits):
         monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
         counts = count(CorpusSource(str(path), **settings))
@@ -177,13 +172,9 @@ def test_skipped_records_are_told_and_long_texts_cut(tmp_path: Path, monkeypatch
     assert everything(counts) == naive(good)
     assert counts.sources[0].provenance["skipped_records"] == 3
     said = "\n".join(told)
-    for words in (
-        "a.jsonl, line 6: not JSON",
-        "a.jsonl, line 31: ",
-        "line 32: half of a surrogate pair",
-        "3 records skipped in total",
-    ):
+    for words in ("a.jsonl, line 6: not JSON", "a.jsonl, line 31: ", "line 32: half of a surrogate pair"):
         assert words in said
+    assert "3 records skipped in total" in said
 
 
 def test_sources_that_do_not_fit(tmp_path: Path) -> None:
@@ -245,7 +236,6 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: sign
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline().split() != []
         process.send_signal(by)
         # Workers hold its output open, too: this ends with the last of them.

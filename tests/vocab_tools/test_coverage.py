@@ -22,12 +22,10 @@ def test_interval_of_two_documents_by_hand() -> None:
     # sqrt(2 / 1 * (0.25 + 0.25)) / 20 = 0.05.
     text = measure_coverage(vocab([5]), token_counts([1] * 10, [[5] * 9 + [0], [5] * 8 + [0, 1]])).sources[0]
     assert (text.part, text.documents, text.tokens) == ("held-out", 2, 20)
-    assert text.interval is not None
     assert text.coverage[-1] == pytest.approx(0.85)
     assert [bound[-1] for bound in text.interval] == pytest.approx([0.85 - 1.96 * 0.05, 0.948], abs=1e-5)
     # Nothing is covered, or all, with certainty beyond the bounds.
     wide = measure_coverage(vocab([5, 7]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]])).sources[0]
-    assert wide.interval is not None
     assert [bound[-1] for bound in wide.interval] == [0.0, 1.0]
 
 
@@ -48,22 +46,15 @@ def test_against_a_loop(documents: list[list[int]], order: list[int], size: int)
 
 
 def test_sources_and_their_weighted_mean() -> None:
-    counts = TokenCounts(
-        (
-            source([1] * 10, [[0, 0, 1, 9], [0]], name="chat", weight=3),
-            source([1] * 10, [[9, 9], [0, 9]], name="code", weight=1),
-        ),
-        None,
-    )
+    chat, code = source([1] * 10, [[0, 0, 1, 9], [0]], "chat", 3), source([1] * 10, [[9, 9], [0, 9]], "code", 1)
+    counts = TokenCounts((chat, code), None)
     report = measure_coverage(vocab([0, 1]), counts)
     # The least covered first.
     assert [entry.name for entry in report.sources] == ["code", "chat", MEAN]
     expected = [1 / 4, 4 / 5, 0.75 * 4 / 5 + 0.25 * 1 / 4]
     assert [entry.coverage[-1] for entry in report.sources] == pytest.approx(expected)
-    code, chat, mean = (entry.error for entry in report.sources)
-    assert chat is not None
-    assert code is not None
-    assert mean == pytest.approx(np.sqrt((0.75 * chat) ** 2 + (0.25 * code) ** 2))
+    of_code, of_chat, of_all = (entry.error for entry in report.sources)
+    assert of_all == pytest.approx(np.sqrt((0.75 * of_chat) ** 2 + (0.25 * of_code) ** 2))
     other = measure_coverage(vocab([0, 1]), counts, weights={"chat": 1})
     assert other.sources[-1].coverage[-1] == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
     with pytest.raises(UsageError, match="prose"):

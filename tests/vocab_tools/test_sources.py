@@ -54,7 +54,6 @@ def pack(data: bytes, suffix: str) -> bytes:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """The same texts in every format."""
     rows = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(rows)))
@@ -102,10 +101,8 @@ def test_folders_and_globs(files: Path) -> None:
     assert values(files) == [*TEXTS * len(NAMES), "deep"]
     assert values(files / "[ab].*") == TEXTS * 2
     assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]
-    assert [file.name for file in open_source(CorpusSource(str(files / "**" / "*.jsonl"))).files] == [
-        "a.jsonl",
-        "sub/z.jsonl",
-    ]
+    opened = open_source(CorpusSource(str(files / "**" / "*.jsonl")))
+    assert [file.name for file in opened.files] == ["a.jsonl", "sub/z.jsonl"]
     (files / "docs").mkdir()
     (files / "docs" / "notes.md").write_text("not a corpus")
     for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):
@@ -149,18 +146,15 @@ def test_the_column_is_found_or_asked_for(
     assert (opened.column, opened.kind) == found
 
 
-@pytest.mark.parametrize(
-    ("row", "asked", "words"),
-    [
+def test_no_column_stands_out(tmp_path: Path) -> None:
+    for row, asked, words in (
         ({"id": "f00d", "text": 5}, None, ",column=NAME behind .* have id, text"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
         ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
-    ],
-)
-def test_no_column_stands_out(tmp_path: Path, row: dict[str, Any], asked: str | None, words: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
-    with pytest.raises(UsageError, match=words):
-        open_source(CorpusSource(str(tmp_path / "a.jsonl"), column=asked))
+    ):
+        (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
+        with pytest.raises(UsageError, match=words):
+            open_source(CorpusSource(str(tmp_path / "a.jsonl"), column=asked))
 
 
 @pytest.mark.parametrize("block_bytes", [40, 1 << 20])
@@ -168,19 +162,10 @@ def test_no_column_stands_out(tmp_path: Path, row: dict[str, Any], asked: str | 
 def test_bad_lines_are_named_by_line_and_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    lines = [
-        b'{"text": "fine"}',
-        b"",
-        b'{"text": "cut off',
-        b"[1, 2]",
-        b'{"other": 1, "more": 2}',
-        b'{"text": "bad \xff byte"}',
-        b'{"text": "NaN elsewhere is taken", "x": NaN}',
-        b'{"text": "large", "x": 1000000000000000000000000000000}',
-        b"   ",
-        b'{"text": "crlf"}\r',
-        b'{"text": "last, no line end"}',
-    ]
+    lines = [b'{"text": "fine"}', b"", b'{"text": "cut off', b"[1, 2]", b'{"other": 1, "more": 2}']
+    lines += [b'{"text": "bad \xff byte"}', b'{"text": "NaN elsewhere is taken", "x": NaN}']
+    lines += [b'{"text": "large", "x": 1000000000000000000000000000000}', b"   ", b'{"text": "crlf"}\r']
+    lines += [b'{"text": "last, no line end"}']
     expected = [
         (3, "not JSON: Unterminated string"),
         (4, "expected a JSON object, found list"),
@@ -221,20 +206,17 @@ def test_a_file_that_becomes_shorter_is_named(files: Path) -> None:
         list(block.records("text"))
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
+def test_a_file_without_a_readable_record_is_named(tmp_path: Path) -> None:
+    for data, words in (
         (b'{\n "text": "one"\n}', r"a\.json, line 1: not JSON"),
         (b"", "It is empty"),
         (b"[]", "It is empty"),
         (b"[1, 2]", r"a\.json, record 1: expected a JSON object, found int"),
         (b'[{"text": "x"},\n{"text": "x"}, {"text"', r"a\.json: not JSON: .* line 2"),
-    ],
-)
-def test_a_file_without_a_readable_record_is_named(tmp_path: Path, data: bytes, words: str) -> None:
-    (tmp_path / "a.json").write_bytes(data)
-    with pytest.raises(CorpusError, match=words):
-        open_source(CorpusSource(str(tmp_path / "a.json")))
+    ):
+        (tmp_path / "a.json").write_bytes(data)
+        with pytest.raises(CorpusError, match=words):
+            open_source(CorpusSource(str(tmp_path / "a.json")))
 
 
 # Plain text
@@ -320,9 +302,8 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_source("k=v.jsonl").location == "k=v.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
+def test_parse_source_refuses() -> None:
+    for spec, words in (
         ("org/x,colum=a", "colum"),
         ("org/x,weight=heavy", "weight"),
         ("org/x,weight=-1", "weight"),
@@ -332,8 +313,6 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *((f"org/x,max-documents={text}", "max_documents") for text in ("0", "-1", "1.5", "k", "ten")),
         ("", "dataset id, file, folder or glob"),
         ("-", "standard input is not read"),
-    ],
-)
-def test_parse_source_refuses(spec: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        parse_source(spec)
+    ):
+        with pytest.raises(UsageError, match=words):
+            parse_source(spec)

@@ -8,19 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eagle_slim.vocab_tools import d2t_from_ids, ids_from_d2t, t2d_from_ids
 from eagle_slim.vocab_tools.errors import SourceError, TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.forced import forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order
 from eagle_slim.vocab_tools.target import read_target
-from eagle_slim.vocab_tools.token_maps import (
-    LOADERS,
-    Loader,
-    d2t_from_ids,
-    export_token_map,
-    ids_from_d2t,
-    import_token_map,
-    t2d_from_ids,
-)
+from eagle_slim.vocab_tools.token_maps import LOADERS, Loader, export_token_map, import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given, settings
@@ -32,16 +25,9 @@ from support.small_tokenizers import byte_level_bpe, write_folder
 IDS = [1, 4, 5]
 OFFSETS = [1, 3, 3]
 MASK = [False, True, False, False, True, True]
-NAMES: dict[Loader, tuple[str, ...]] = {
-    "sglang": ("draft.pt",),
-    "fr-spec": ("freq_{size}.pt",),
-    "vllm": ("draft.json", "draft.pt"),
-    "vllm-mtp": ("draft.txt", "draft.npy"),
-    "mtplx": ("draft.json",),
-    "tensorfold": ("draft.txt",),
-    "head": ("map.safetensors",),
-    "eagle-slim": ("vocab.json",),
-}
+NAMES = {"sglang": ["draft.pt"], "fr-spec": ["freq_{size}.pt"], "mtplx": ["draft.json"], "tensorfold": ["draft.txt"]}
+NAMES |= {"vllm": ["draft.json", "draft.pt"], "vllm-mtp": ["draft.txt", "draft.npy"]}
+NAMES |= {"head": ["map.safetensors"], "eagle-slim": ["vocab.json"]}
 IN_RANK_ORDER = {"sglang", "fr-spec", "mtplx", "tensorfold", "eagle-slim"}
 
 
@@ -76,24 +62,16 @@ def test_round_trip_in_any_row_order(given_map: tuple[list[int], int], dtype: ty
     assert ids_from_d2t(d2t, None, "offset", target_vocab=target_vocab).tolist() == ids
 
 
-@pytest.mark.parametrize(
-    ("d2t", "t2d", "form"),
-    [
-        ([1, 3, 3], [True] * 6, None),
-        ([1, 3, 3], MASK[:5], None),
-        ([1, 3, 3], [2, 1, 0, 0, 1, 1], None),
-        ([1, 3, 3], MASK, "absolute"),
-        ([0, 0, 4], None, "absolute"),
-        ([4, 5, 7], None, None),
-        (np.zeros(0, np.int64), None, None),
-        ([0.5, 1.5], None, None),
-        ([[1, 2]], None, None),
-    ],
-    ids=["all marked", "short mask", "no mask", "other form", "twice", "too large", "empty", "fractions", "nested"],
-)
-def test_broken_maps(d2t: Any, t2d: list[Any] | None, form: Any) -> None:
-    with pytest.raises(VocabularyError):
-        ids_from_d2t(np.asarray(d2t), t2d, form, target_vocab=6)
+def test_broken_maps() -> None:
+    for mask in ([True] * 6, MASK[:5], [2, 1, 0, 0, 1, 1]):
+        with pytest.raises(VocabularyError):
+            ids_from_d2t(OFFSETS, mask, target_vocab=6)
+    for d2t, t2d in ((OFFSETS, MASK), ([0, 0, 4], None)):
+        with pytest.raises(VocabularyError):
+            ids_from_d2t(d2t, t2d, "absolute", target_vocab=6)
+    for values in ([4, 5, 7], np.zeros(0, np.int64), [0.5, 1.5], [[1, 2]]):
+        with pytest.raises(VocabularyError):
+            ids_from_d2t(np.asarray(values), target_vocab=6)
 
 
 def make(ids: list[int] | None = None, target_vocab: int = 12) -> DraftVocab:
@@ -150,20 +128,19 @@ def tensorfold(path: Path) -> list[int]:
     return ranked
 
 
-@pytest.mark.parametrize(
-    ("loader", "read", "expected"),
-    [
-        # SGLang 0.5.16 and 0.5.23: load_token_map of sglang/srt/speculative/spec_utils.py, run in tests/engines.
-        ("sglang", lambda path: torch.tensor(torch.load(path, weights_only=True)).tolist(), [7, 2, 11, 3]),
-        ("fr-spec", fr_spec, [7, 2, 11, 3]),
-        ("vllm", vllm, [2, 3, 7, 11]),
-        ("vllm-mtp", vllm_mtp, [2, 3, 7, 11]),
-        ("mtplx", mtplx, [7, 2, 11]),
-        ("tensorfold", tensorfold, [7, 2, 11, 3]),
-    ],
-)
-def test_as_its_loader_reads_it(tmp_path: Path, loader: Loader, read: Any, expected: list[int]) -> None:
-    """By code equal to the loader's, as read in its source."""
+def sglang(path: Path) -> list[int]:
+    """load_token_map of sglang/srt/speculative/spec_utils.py in 0.5.16 and 0.5.23, which tests/engines run."""
+    return torch.tensor(torch.load(path, weights_only=True)).tolist()
+
+
+RANKED, ASCENDING = [7, 2, 11, 3], [2, 3, 7, 11]
+READERS = {"sglang": (sglang, RANKED), "fr-spec": (fr_spec, RANKED), "tensorfold": (tensorfold, RANKED)}
+READERS |= {"vllm": (vllm, ASCENDING), "vllm-mtp": (vllm_mtp, ASCENDING), "mtplx": (mtplx, RANKED[:3])}
+
+
+@pytest.mark.parametrize("loader", READERS)
+def test_as_its_loader_reads_it(tmp_path: Path, loader: Loader) -> None:
+    read, expected = READERS[loader]
     for name in NAMES[loader]:
         path = tmp_path / name.format(size=4)
         export_token_map(make(), path, loader)
@@ -301,10 +278,8 @@ def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
 
 
 def test_a_head_with_a_map_is_read_in_place(tmp_path: Path) -> None:
-    save_file(
-        {"d2t": np.array([2, 2, 5, 8], np.int32), "lm_head.weight": np.zeros((4, 2), np.float32)},
-        tmp_path / "model.safetensors",
-    )
+    tensors = {"d2t": np.array([2, 2, 5, 8], np.int32), "lm_head.weight": np.zeros((4, 2), np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
     assert import_token_map(tmp_path, 12).target_ids.tolist() == [2, 3, 7, 11]
     assert import_token_map(tmp_path).target_vocab == 12
     save_file({"weight": np.zeros(2)}, tmp_path / "model.safetensors")
@@ -345,50 +320,31 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> No
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.json", [1, 12]),
-        ("a.json", []),
-        ("a.json", {"tokens": [1]}),
-        ("a.npy", b"not an array"),
-        ("a.npy", b"\x93NUMPY\x01\x00\x10\x00{'descr': '<i8',\n"),
-        ("a.txt", "-7 2"),
-        ("a.txt", "7 2 the"),
-        ("a.txt", "7" * 5000),
-        ("a.json", b"[" + b"7" * 5000 + b"]"),
-        ("a.csv", b",0\n0,7\n1,2\n"),
-        ("a.txt", "1 7 9\n2 3 8\n"),
-        ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16)),
-        ("a.pt", torch.tensor([[1]])),
-        ("a.dat", b"1\n2\n"),
-        ("a.pt", b"not a pickle"),
-        ("a.safetensors", b"\x00" * 20),
-        ("none.pt", None),
-    ],
-)
-def test_bad_files(tmp_path: Path, name: str, content: object) -> None:
-    path = tmp_path / name
-    if content is None:
-        pass
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    elif name.endswith(".pt"):
-        torch.save(content, path)
-    else:
-        path.write_text(content if name.endswith(".txt") and isinstance(content, str) else json.dumps(content))
-    with pytest.raises(VocabularyError, match=name):
-        import_token_map(path, 12)
+def test_bad_files(tmp_path: Path) -> None:
+    contents: dict[str, tuple[Any, ...]] = {
+        "a.json": (b"[1, 12]", b"[]", b'{"tokens": [1]}', b"[" + b"7" * 5000 + b"]"),
+        "a.npy": (b"not an array", b"\x93NUMPY\x01\x00\x10\x00{'descr': '<i8',\n"),
+        "a.txt": (b"-7 2", b"7 2 the", b"7" * 5000, b"1 7 9\n2 3 8\n"),
+        "a.csv": (b",0\n0,7\n1,2\n",),
+        "a.pt": (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([[1]]), b"not a pickle"),
+        "a.dat": (b"1\n2\n",),
+        "a.safetensors": (b"\x00" * 20,),
+    }
+    for name, content in ((name, content) for name, found in contents.items() for content in found):
+        if isinstance(content, bytes):
+            (tmp_path / name).write_bytes(content)
+        else:
+            torch.save(content, tmp_path / name)
+        with pytest.raises(VocabularyError, match=name):
+            import_token_map(tmp_path / name, 12)
+    with pytest.raises(VocabularyError, match=r"none\.pt"):
+        import_token_map(tmp_path / "none.pt", 12)
 
 
 def test_export_refusals(tmp_path: Path) -> None:
     unranked = DraftVocab(np.array([2, 3]), 0, 12, ranked=False)
-    refused: list[tuple[DraftVocab, str, Loader]] = [
-        (make(), "a.json", "sglang"),
-        (make(), "freq_5.pt", "fr-spec"),
-        (unranked, "freq_2.pt", "fr-spec"),
-        (unranked, "a.json", "mtplx"),
-    ]
+    refused = [(make(), "a.json", "sglang"), (make(), "freq_5.pt", "fr-spec")]
+    refused += [(unranked, "freq_2.pt", "fr-spec"), (unranked, "a.json", "mtplx")]
     for vocab, name, loader in refused:
         with raises(UsageError, option="--for"):
             export_token_map(vocab, tmp_path / name, loader)

@@ -66,12 +66,9 @@ def test_bytes_of_tokens(tmp_path: Path) -> None:
 
 
 def test_forced_ids_of_a_chat_model(tmp_path: Path) -> None:
-    folder = write_folder(
-        tmp_path / "t",
-        with_reserved(byte_level_bpe(300), 50),
-        generation_config={"eos_token_id": [2, 0], "bos_token_id": 1, "pad_token_id": -1},
-        pad_token="<|endoftext|>",
-    )
+    tokenizer, ids = with_reserved(byte_level_bpe(300), 50), {"eos_token_id": [2, 0], "bos_token_id": 1}
+    ids["pad_token_id"] = -1
+    folder = write_folder(tmp_path / "t", tokenizer, generation_config=ids, pad_token="<|endoftext|>")
     forced = forced_ids(load_tokenizer(folder))
     others = {i: reason for i, reason in forced.reasons.items() if not reason.startswith("byte ")}
     assert others == {0: "eos, pad, end of turn", 1: "bos, chat template", 2: "eos, end of turn, chat template"}
@@ -161,23 +158,16 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
         load_tokenizer(wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer.json", "{"),
-        ("tokenizer.json", '{"version": "1.0"}'),
-        ("tokenizer_config.json", "[1]"),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": ["a"]}'),
-        ("chat_template.jinja", "\xff"),
-    ],
-)
-def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
-    folder = write_folder(tmp_path / "t", byte_level_bpe())
-    (folder / name).write_text(content, encoding="latin-1")
-    with pytest.raises(TokenizerError, match=str(folder / name)):
-        load_tokenizer(folder)
+def test_damaged_files(tmp_path: Path) -> None:
+    template, decoder = '{"chat_template": [{"name": "default"}]}', '{"added_tokens_decoder": '
+    configs = ("[1]", template, decoder + '{"x": {"content": "a"}}}', decoder + '["a"]}')
+    damages = [("tokenizer.json", "{"), ("tokenizer.json", '{"version": "1.0"}'), ("chat_template.jinja", "\xff")]
+    damages += [("tokenizer_config.json", content) for content in configs]
+    for number, (name, content) in enumerate(damages):
+        folder = write_folder(tmp_path / str(number), byte_level_bpe())
+        (folder / name).write_text(content, encoding="latin-1")
+        with pytest.raises(TokenizerError, match=str(folder / name)):
+            load_tokenizer(folder)
 
 
 def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:

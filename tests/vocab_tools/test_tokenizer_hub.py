@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from support.hub_server import Fault, HubServer, connected
+from support.hub_server import HubServer, connected
 from support.small_tokenizers import byte_level_bpe, write_folder
 
 REPO = "org/chat-model"
@@ -47,19 +46,3 @@ def test_small_files_only_and_afterwards_offline(hub: HubServer, folder: Path, t
     with connected(hub, tmp_path / "home", offline=True):
         assert load_tokenizer(REPO).chat_template_hash == local.chat_template_hash
     assert hub.requests == []
-
-
-def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
-    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The library waits before it asks again.
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    hub.inject("tool_use.jinja", Fault(unanswered=True))
-    with connected(hub, tmp_path / "home"):
-        with pytest.raises(TokenizerError, match=REPO):
-            load_tokenizer(REPO)
-        hub.clear_faults()
-        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
-        # What is in the cache needs no connection.
-        hub.inject("tool_use.jinja", Fault(unanswered=True))
-        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates

@@ -43,7 +43,6 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer, chats of two sources and their counts."""
     folder = tmp_path_factory.mktemp("files")
     write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
     (folder / "latin1.jinja").write_bytes(b"\xf6")
@@ -171,9 +170,18 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
     assert trained["draft_vocab"] == 280
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+ENCODE = ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library"]
+
+
+def test_errors_are_one_line_and_leave_nothing(
+    run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    write_folder(tmp_path / "other", byte_level_bpe(300))
+    monkeypatch.chdir(files)
+    places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
+    out = tmp_path / "out.safetensors"
+    for arguments, message in (
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
@@ -184,27 +192,15 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
         (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"], "latin1.jinja: not"),
-        (
-            ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
-            "needs Ray",
-        ),
-    ],
-)
-def test_errors_are_one_line_and_leave_nothing(
-    run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    write_folder(tmp_path / "other", byte_level_bpe(300))
-    monkeypatch.chdir(files)
-    places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
-    out = tmp_path / "out.safetensors"
-    done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
-    assert done.code == (1 if "another tokenizer" in message else 2)
-    assert done.err.startswith("error: ")
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert done.out == ""
-    assert not out.exists()
+        ([*ENCODE, "tokenizers", "--run-on", "ray"], "needs Ray"),
+    ):
+        done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
+        assert done.code == (1 if "another tokenizer" in message else 2)
+        assert done.err.startswith("error: ")
+        assert message in done.err
+        assert len(done.err.strip().splitlines()) == 1
+        assert done.out == ""
+        assert not out.exists()
 
 
 def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: Path) -> None:
@@ -239,20 +235,17 @@ def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_pat
     assert run(command=failing(VocabularyError("a: \x1b[31mred"))).err == "error: a: \\x1b[31mred\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
+def test_exit_codes(run) -> None:
+    for error, code, message in (
         (VocabularyError("bad map"), 1, "error: bad map\n"),
         (KeyboardInterrupt(), 130, "interrupted; nothing half-written is left behind\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device.\n"),
         (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
-    ],
-)
-def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
-    done = run(command=failing(error))
-    assert done.code == code
-    assert done.err.lstrip("\n").startswith(message)
-    assert "Traceback" not in done.err
+    ):
+        done = run(command=failing(error))
+        assert done.code == code
+        assert done.err.lstrip("\n").startswith(message)
+        assert "Traceback" not in done.err
 
 
 def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,8 +263,6 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     program = "from eagle_slim.vocab_tools.cli import main; main()"
     with start(program, "show", tmp_path / "v.json", "--tokenizer", files / "tok", "--limit", 300) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(1800) == 1
@@ -290,7 +281,6 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path,
         "files.os.fsync = fsync\ncli.main()"
     )
     with start(program, "import", tmp_path / "m.json", "-o", tmp_path / "v.json") as process:
-        assert process.stderr is not None
         assert process.stderr.readline() == "writing\n"
         process.send_signal(number)
         out, err = process.communicate(timeout=1800)

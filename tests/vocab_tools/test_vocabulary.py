@@ -20,28 +20,17 @@ def test_rows_and_ranks_of_the_worked_example() -> None:
     assert vocab.prefix(4) is vocab
 
 
-@pytest.mark.parametrize(
-    ("vocab", "size"),
-    [(make(forced=2), 1), (make(forced=2), 5), (make(ranked=False), 3), (make(forced=0), 0)],
-    ids=["below the forced ids", "above all ids", "no ranks", "none"],
-)
-def test_no_prefix_of_a_size_that_there_is_not(vocab: DraftVocab, size: int) -> None:
-    with pytest.raises(UsageError, match=f"vocabulary of {size} "):
-        vocab.prefix(size)
+def test_no_prefix_of_a_size_that_there_is_not() -> None:
+    for vocab, size in ((make(forced=2), 1), (make(forced=2), 5), (make(ranked=False), 3), (make(forced=0), 0)):
+        with pytest.raises(UsageError, match=f"vocabulary of {size} "):
+            vocab.prefix(size)
 
 
-@pytest.mark.parametrize(
-    ("ids", "problem"),
-    [
-        ([], "no ids"),
-        ([1, 2, 1], "id 1 appears again at position 2"),
-        ([1, 10], "id 10 at position 1"),
-        ([-1], "id -1 at"),
-    ],
-)
-def test_bad_ids(ids: list[int], problem: str) -> None:
-    with pytest.raises(VocabularyError, match=problem):
-        make(np.array(ids, np.int64), forced=0)
+def test_bad_ids() -> None:
+    twice = ([1, 2, 1], "id 1 appears again at position 2")
+    for ids, problem in (([], "no ids"), twice, ([1, 10], "id 10 at position 1"), ([-1], "id -1 at")):
+        with pytest.raises(VocabularyError, match=problem):
+            make(np.array(ids, np.int64), forced=0)
 
 
 def test_ids_cannot_be_changed_behind_its_back() -> None:
@@ -82,30 +71,14 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert again.provenance == vocab.provenance
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        '{"format": ',
-        "[" * 100_000,
-        {"format": "other"},
-        {"version": 9},
-        {"target_ids": [1, 1]},
-        {"target_ids": [2**70]},
-        {"target_vocab": 2**40},
-        {"num_forced": 7},
-        {"provenance": None},
-        {"provenance": {"warnings": None}},
-        {"provenance": {"counted_ids": "3"}},
-        {"provenance": {"floors": 1}},
-    ],
-    ids=lambda content: str(content)[:20],
-)
-def test_damaged_files_are_named(tmp_path: Path, content: str | dict[str, object] | None) -> None:
-    path = tmp_path / "vocab.json"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_text(content if isinstance(content, str) else json.dumps({**make().to_json(), **content}))
-    with pytest.raises(VocabularyError, match=str(path)):
-        DraftVocab.load(path)
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    changes = {"format": ["other"], "version": [9], "target_ids": [[1, 1], [2**70]], "target_vocab": [2**40]}
+    changes |= {"num_forced": [7], "provenance": [None, {"warnings": None}, {"counted_ids": "3"}, {"floors": 1}]}
+    path, whole = tmp_path / "vocab.json", make().to_json()
+    changed = [json.dumps({**whole, key: value}) for key, values in changes.items() for value in values]
+    for content in ('{"format": ', "[" * 100_000, *changed):
+        path.write_text(content)
+        with pytest.raises(VocabularyError, match=str(path)):
+            DraftVocab.load(path)
+    with pytest.raises(VocabularyError, match=str(tmp_path)):
+        DraftVocab.load(tmp_path)

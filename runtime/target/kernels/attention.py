@@ -81,18 +81,14 @@ class AttentionScratch(NamedTuple):
         ``shapes``: heads, kv_heads and head_dim of each kind of layer.
         """
         num_sms, sizes = num_processors(device), []
-        for heads, kv_heads, head_dim in shapes:
+        for shape in shapes:
+            heads, _, head_dim = shape
             # What decides the number of states is the same for every type.
-            tiles = {
-                count: attention_tiles(count, nodes, (heads, kv_heads, head_dim), num_sms, 2)
-                for count in range(1, places + 1)
-            }
-            states = max(count * num_states(capacity, each) for count, each in tiles.items())
+            tiles = [attention_tiles(count, nodes, shape, num_sms, 2) for count in range(1, places + 1)]
+            states = max(count * num_states(capacity, each) for count, each in enumerate(tiles, 1))
             sizes.append((states * nodes * heads * head_dim, states * nodes * heads * 2))
-        out, stats = (
-            torch.empty(max(column), dtype=torch.float32, device=device) for column in zip(*sizes, strict=True)
-        )
-        return cls(out, stats)
+        longest = map(max, zip(*sizes, strict=True))
+        return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in longest))
 
 
 @dataclass(frozen=True)
@@ -165,9 +161,8 @@ def masked_attention(
     """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
 
     ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
-    [batch, 1, nodes, kv_length], every row allows at least one key. ``softcap`` c replaces a score s by c·tanh(s / c)
-    (Gemma 2); ``sinks`` [heads] adds one key per head that takes weight and gives nothing (gpt-oss). Returns
-    [batch, heads, nodes, head_dim].
+    [batch, 1, nodes, kv_length], every row allows at least one key. ``softcap``, ``sinks`` [heads]: see the module.
+    Returns [batch, heads, nodes, head_dim].
     """
     batch, heads, nodes, _ = query.shape
     kv_heads = key.shape[1]
@@ -223,9 +218,8 @@ def tree_attention_ref(
         key, value = (cache[slot, :, : length + count].float()[None] for cache in (keys, values))
         query = query.float().transpose(0, 1)[None]
         attended = masked_attention(query, key, value, seen[None, None], params.scale, params.softcap, params.sinks)
-        out[place * nodes : place * nodes + count] = (
-            (attended[0] * params.lift).transpose(0, 1).flatten(1).to(out.dtype)
-        )
+        result = (attended[0] * params.lift).transpose(0, 1).flatten(1)
+        out[place * nodes : place * nodes + count] = result.to(out.dtype)
 
 
 def tree_attention(
@@ -247,80 +241,26 @@ def tree_attention(
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     device, is_path, sinks = qkv.device, rows.paths is None, params.sinks
     if tiles is None:
-        sizes, num_sms = (heads, kv_heads, head_dim), num_processors(device)
-        tiles = attention_tiles(places, nodes, sizes, num_sms, qkv.itemsize, not is_path, gpu_name(device))
-    shape = _shape(heads, keys, is_path, params)
-    numbers = _numbers(nodes, qkv, keys, rows, params)
-    group, states = shape.group, num_states(capacity, tiles)
+        heads_of, num_sms = (heads, kv_heads, head_dim), num_processors(device)
+        tiles = attention_tiles(places, nodes, heads_of, num_sms, qkv.itemsize, not is_path, gpu_name(device))
+    group, states = heads // kv_heads, num_states(capacity, tiles)
+    block_d, precision = max(16, triton.next_power_of_2(head_dim)), "ieee" if keys.dtype == torch.float32 else "tf32"
+    traits = is_path, params.window is not None, params.softcap is not None, precision, params.lift
+    shape = kernels.AttentionShape(group, kv_heads, head_dim, block_d, *traits)
+    width = 1 if rows.paths is None else rows.paths.shape[2]
+    sizes = nodes, width, qkv.stride(0), keys.stride(0), keys.stride(1)
+    numbers = kernels.AttentionNumbers(params.scale, params.softcap or 1.0, params.window or 0, *sizes)
     overlaps, options = overlapping(device)
-    seen = rows._replace(paths=rows.slots) if is_path else rows
+    options = options | {"SHAPE": shape, "ALL_SPLITS": tiles.sums_all_splits, "OVERLAP": overlaps}
+    given = qkv, keys, values, rows._replace(paths=rows.slots) if is_path else rows, scratch
     blocks = triton.cdiv(nodes * group, tiles.rows)
     kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](
-        qkv,
-        keys,
-        values,
-        seen,
-        scratch,
-        numbers,
-        states,
-        None,
-        SHAPE=shape,
-        ALL_SPLITS=tiles.sums_all_splits,
-        ROWS=tiles.rows,
-        STAGES=tiles.num_stages,
-        OVERLAP=overlaps,
-        num_warps=tiles.num_warps,
-        **options,
+        *given, numbers, states, None, ROWS=tiles.rows, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **options
     )
     # Nodes of a path share their keys; those of a tree gather their own.
     in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if is_path else 1
     groups = triton.cdiv(group, TAIL_ROWS // in_tile)
+    options |= {"ROWS": TAIL_ROWS, "IN_TILE": in_tile, "SINKS": sinks is not None, "num_warps": tiles.tail_warps}
     kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
-        qkv,
-        keys,
-        values,
-        seen,
-        scratch,
-        scratch.stats if sinks is None else sinks,
-        out,
-        numbers,
-        states,
-        SHAPE=shape,
-        ALL_SPLITS=tiles.sums_all_splits,
-        ROWS=TAIL_ROWS,
-        IN_TILE=in_tile,
-        SINKS=sinks is not None,
-        OVERLAP=overlaps,
-        num_warps=tiles.tail_warps,
-        **options,
-    )
-
-
-def _shape(heads: int, keys: Tensor, is_path: bool, params: AttentionParams) -> kernels.AttentionShape:
-    _, kv_heads, _, head_dim = keys.shape
-    return kernels.AttentionShape(
-        heads // kv_heads,
-        kv_heads,
-        head_dim,
-        max(16, triton.next_power_of_2(head_dim)),
-        is_path,
-        params.window is not None,
-        params.softcap is not None,
-        "ieee" if keys.dtype == torch.float32 else "tf32",
-        params.lift,
-    )
-
-
-def _numbers(
-    nodes: int, qkv: Tensor, keys: Tensor, rows: AttentionRows, params: AttentionParams
-) -> kernels.AttentionNumbers:
-    return kernels.AttentionNumbers(
-        params.scale,
-        params.softcap or 1.0,
-        params.window or 0,
-        nodes,
-        1 if rows.paths is None else rows.paths.shape[2],
-        qkv.stride(0),
-        keys.stride(0),
-        keys.stride(1),
+        *given, scratch.stats if sinks is None else sinks, out, numbers, states, **options
     )

@@ -18,7 +18,7 @@ begin once the kernel before both, which leaves queries, keys and values, has en
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -55,6 +55,17 @@ class AttentionNumbers(NamedTuple):
     stride_query: int
     stride_slot: int
     stride_head: int
+
+
+class QueryRows(NamedTuple):
+    """A program's query rows: nodes, heads, whether they are in use, positions, starts of tails, and first keys."""
+
+    node: Any
+    head: Any
+    in_use: Any
+    position: Any
+    tail: Any
+    first_key: Any
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,16 @@ def _scores(q, key, numbers, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _see(best, total, acc, score, unit, value, SHAPE: tl.constexpr):
+def _unseeing(ROWS: tl.constexpr, SHAPE: tl.constexpr):
+    """Return the state of rows that have seen nothing: largest score, sum, and weighted values."""
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    return tl.full([ROWS], _NONE, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def _see(state, score, unit, value, SHAPE: tl.constexpr):
     """Go on with a state through a block: ``score`` [rows, BLOCK], `_MASKED` if unseen; ``value`` [BLOCK, block_d]."""
+    best, total, acc = state
     new_best = tl.maximum(best, tl.max(score, 1) * unit)
     decay = tl.exp2(best - new_best)
     units = tl.full(score.shape, 1.0, tl.float32) * unit
@@ -136,8 +155,10 @@ def _see(best, total, acc, score, unit, value, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _merge(best, total, acc, best_2, total_2, acc_2):
+def _merge(first, second):
     """Merge the states of two runs of keys, the earlier one first."""
+    best, total, acc = first
+    best_2, total_2, acc_2 = second
     new_best = tl.maximum(best, best_2)
     one, two = tl.exp2(best - new_best), tl.exp2(best_2 - new_best)
     total = tl.fma(total, one, total_2 * two)
@@ -164,25 +185,23 @@ def _positions(rows, place, node, in_use, length, numbers, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _queries(q_ptr, place, node, head, in_use, numbers, SHAPE: tl.constexpr):
+def _queries(q_ptr, place, queries, numbers, SHAPE: tl.constexpr):
     d = tl.arange(0, SHAPE.block_d)
-    at = (place * numbers.nodes + node)[:, None] * numbers.stride_query + (head * SHAPE.head_dim)[:, None] + d[None, :]
-    mask = in_use[:, None] & (d < SHAPE.head_dim)[None, :]
+    at = (place * numbers.nodes + queries.node)[:, None] * numbers.stride_query
+    at = at + (queries.head * SHAPE.head_dim)[:, None] + d[None, :]
+    mask = queries.in_use[:, None] & (d < SHAPE.head_dim)[None, :]
     return tl.load(q_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _see_blocks(
-    best,
-    total,
-    acc,
+    state,
     q,
     key_at,
     value_at,
     start,
     stop,
-    first_key,
-    tail,
+    queries,
     numbers,
     blocks_ptr,
     SHAPE: tl.constexpr,
@@ -201,73 +220,52 @@ def _see_blocks(
         value = tl.load(value_at + at * SHAPE.head_dim, mask=there, other=0.0)
         score, unit = _scores(q, key, numbers, SHAPE)
         if MASKS:
-            score = tl.where((k[None, :] < tail[:, None]) & (k[None, :] >= first_key[:, None]), score, _MASKED)
-        best, total, acc = _see(best, total, acc, score, unit, value, SHAPE)
+            seen = (k[None, :] < queries.tail[:, None]) & (k[None, :] >= queries.first_key[:, None])
+            score = tl.where(seen, score, _MASKED)
+        state = _see(state, score, unit, value, SHAPE)
         if blocks_ptr is not None:
             tl.atomic_add(blocks_ptr, 1)
-    return best, total, acc
+    return state
 
 
 @triton.jit
 def _split_state(
-    q, key_at, value_at, split, first_key, tail, common, numbers, blocks_ptr, SHAPE: tl.constexpr, STAGES: tl.constexpr
+    q, key_at, value_at, split, queries, common, numbers, blocks_ptr, SHAPE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Compute the state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``.
+    """Compute the state of rows over one split: each row sees its keys from its first one to before its tail.
 
     All rows see those before ``common``, whole blocks of them.
     """
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     # A row that is not in use has no tail, and no first key.
-    start = tl.maximum(split_start(split), tl.min(first_key, 0) // _BLOCK * _BLOCK)
-    stop = tl.minimum(split_start(split + 1), tl.max(tail, 0))
-    best = tl.full([q.shape[0]], _NONE, tl.float32)
-    total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    start = tl.maximum(split_start(split), tl.min(queries.first_key, 0) // _BLOCK * _BLOCK)
+    stop = tl.minimum(split_start(split + 1), tl.max(queries.tail, 0))
+    state = _unseeing(q.shape[0], SHAPE)
     middle = tl.minimum(stop, common)
     if not SHAPE.has_window:
-        best, total, acc = _see_blocks(
-            best,
-            total,
-            acc,
-            q,
-            key_at,
-            value_at,
-            start,
-            middle,
-            first_key,
-            tail,
-            numbers,
-            blocks_ptr,
-            SHAPE,
-            STAGES,
-            False,
+        state = _see_blocks(
+            state, q, key_at, value_at, start, middle, queries, numbers, blocks_ptr, SHAPE, STAGES, False
         )
         start = tl.maximum(start, middle)
-    return _see_blocks(
-        best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, blocks_ptr, SHAPE, STAGES, True
-    )
+    return _see_blocks(state, q, key_at, value_at, start, stop, queries, numbers, blocks_ptr, SHAPE, STAGES, True)
 
 
 @triton.jit
-def _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHAPE: tl.constexpr):
+def _put_state(scratch, part, queries, state, numbers, SHAPE: tl.constexpr):
+    best, total, acc = state
     d = tl.arange(0, SHAPE.block_d)
     heads: tl.constexpr = SHAPE.group * SHAPE.kv_heads
-    to = (part * numbers.nodes + node) * heads + head
-    tl.store(
-        scratch.out + to[:, None] * SHAPE.head_dim + d[None, :],
-        acc,
-        mask=in_use[:, None] & (d < SHAPE.head_dim)[None, :],
-    )
-    tl.store(scratch.stats + to * 2, best, mask=in_use)
-    tl.store(scratch.stats + to * 2 + 1, total, mask=in_use)
+    to = (part * numbers.nodes + queries.node) * heads + queries.head
+    mask = queries.in_use[:, None] & (d < SHAPE.head_dim)[None, :]
+    tl.store(scratch.out + to[:, None] * SHAPE.head_dim + d[None, :], acc, mask=mask)
+    tl.store(scratch.stats + to * 2, best, mask=queries.in_use)
+    tl.store(scratch.stats + to * 2 + 1, total, mask=queries.in_use)
 
 
 @triton.jit
-def _state(scratch, part, node, head, had, numbers, SHAPE: tl.constexpr):
+def _state(scratch, part, queries, had, numbers, SHAPE: tl.constexpr):
     """Load a state of `_put_state`; one that has seen nothing for rows without."""
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    d = tl.arange(0, BLOCK_D)
-    at = (part * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
+    d = tl.arange(0, SHAPE.block_d)
+    at = (part * numbers.nodes + queries.node) * (SHAPE.group * SHAPE.kv_heads) + queries.head
     best = tl.load(scratch.stats + at * 2, mask=had, other=_NONE)
     total = tl.load(scratch.stats + at * 2 + 1, mask=had, other=0.0)
     mask = had[:, None] & (d < SHAPE.head_dim)[None, :]
@@ -294,7 +292,6 @@ def main_kernel(
 
     ``blocks_ptr`` int32 [1] counts the blocks that all programs go through; None counts nothing.
     """
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     kv_head = tl.program_id(0) % SHAPE.kv_heads
     block = tl.program_id(0) // SHAPE.kv_heads
     place = tl.program_id(2).to(tl.int64)
@@ -312,12 +309,13 @@ def main_kernel(
     end = tl.max(tail, 0)
     common = tl.min(tl.where(in_use, tail, _FAR), 0) // _BLOCK * _BLOCK
     first = tl.min(first_key, 0)
+    queries = QueryRows(node, head, in_use, position, tail, first_key)
     wait_for_previous(OVERLAP)
     let_next_begin(OVERLAP)
     # Windows may end behind main parts.
     if end > first:
-        q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
-        d = tl.arange(0, BLOCK_D)
+        q = _queries(q_ptr, place, queries, numbers, SHAPE)
+        d = tl.arange(0, SHAPE.block_d)
         in_block = tl.arange(0, _BLOCK)[:, None] * SHAPE.head_dim + d[None, :]
         base = slot * numbers.stride_slot + kv_head * numbers.stride_head
         key_at, value_at = key_ptr + base + in_block, value_ptr + base + in_block
@@ -327,45 +325,25 @@ def main_kernel(
         for index in tl.range(tl.program_id(1), count, tl.num_programs(1)):
             # In order, or the longest ones first.
             split = first_split + index if ALL_SPLITS else last_split - index
-            best, total, acc = _split_state(
-                q, key_at, value_at, split, first_key, tail, common, numbers, blocks_ptr, SHAPE, STAGES
-            )
+            state = _split_state(q, key_at, value_at, split, queries, common, numbers, blocks_ptr, SHAPE, STAGES)
             if ALL_SPLITS:
                 had = tl.where(index > 0, tail, 0) > 0
-                best_2, total_2, acc_2 = _state(scratch, place, node, head, had, numbers, SHAPE)
-                best, total, acc = _merge(best_2, total_2, acc_2, best, total, acc)
-                _put_state(scratch, place, node, head, in_use, best, total, acc, numbers, SHAPE)
+                state = _merge(_state(scratch, place, queries, had, numbers, SHAPE), state)
+                _put_state(scratch, place, queries, state, numbers, SHAPE)
                 # Other threads may read it.
                 tl.debug_barrier()
             else:
                 part = place * parts + split - _first_state(length, numbers, SHAPE)
-                _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHAPE)
+                _put_state(scratch, part, queries, state, numbers, SHAPE)
 
 
 @triton.jit
-def _see_tail(
-    best,
-    total,
-    acc,
-    q,
-    key_ptr,
-    value_ptr,
-    base,
-    rows,
-    place,
-    begin,
-    tail,
-    position,
-    first_key,
-    length,
-    numbers,
-    SHAPE: tl.constexpr,
-):
+def _see_tail(state, q, key_ptr, value_ptr, base, rows, place, begin, queries, length, numbers, SHAPE: tl.constexpr):
     """Go on with the state of rows whose ``tail`` begins at ``begin``; past the L1: nothing was waited for."""
     d = tl.arange(0, SHAPE.block_d)
     k = begin + tl.arange(0, _BLOCK)
-    mine = tail == begin
-    there = k <= tl.max(tl.where(mine, position, -1), 0)
+    mine = queries.tail == begin
+    there = k <= tl.max(tl.where(mine, queries.position, -1), 0)
     row = k
     if not SHAPE.is_path:
         # One node's own tail: its ancestors' rows lie behind the committed ones, in the tree's order.
@@ -378,15 +356,16 @@ def _see_tail(
     key = tl.load(key_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
     value = tl.load(value_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
     score, unit = _scores(q, key, numbers, SHAPE)
-    seen = (k[None, :] >= first_key[:, None]) & (k[None, :] <= position[:, None]) & mine[:, None]
-    return _see(best, total, acc, tl.where(seen, score, _MASKED), unit, value, SHAPE)
+    seen = (k[None, :] >= queries.first_key[:, None]) & (k[None, :] <= queries.position[:, None]) & mine[:, None]
+    return _see(state, tl.where(seen, score, _MASKED), unit, value, SHAPE)
 
 
 @triton.jit
-def _main_state(scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE: tl.constexpr):
+def _main_state(scratch, part, split, queries, numbers, SHAPE: tl.constexpr):
     """Load the state of a split that main parts have left."""
-    had = in_use & (tail > first_key) & (split_start(split) < tail) & (split_start(split + 1) > first_key)
-    return _state(scratch, part + split, node, head, had, numbers, SHAPE)
+    tail, first_key = queries.tail, queries.first_key
+    had = queries.in_use & (tail > first_key) & (split_start(split) < tail) & (split_start(split + 1) > first_key)
+    return _state(scratch, part + split, queries, had, numbers, SHAPE)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -412,8 +391,6 @@ def tail_kernel(
     Rows of nodes that are not in use, and of empty places, become 0.
     """
     let_next_begin(OVERLAP)
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     PER_NODE: tl.constexpr = ROWS // IN_TILE
     GROUPS: tl.constexpr = (SHAPE.group + PER_NODE - 1) // PER_NODE
     kv_head = tl.program_id(1) // GROUPS
@@ -432,80 +409,32 @@ def tail_kernel(
     tail = tl.where(in_use, tail_start(position), -1)
     first_key = _first_key(position, numbers, SHAPE)
     base = slot * numbers.stride_slot + kv_head * numbers.stride_head
-    best_2 = tl.full([ROWS], _NONE, tl.float32)
-    total_2 = tl.zeros([ROWS], tl.float32)
-    acc_2 = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    queries = QueryRows(node, head, in_use, position, tail, first_key)
+    own = _unseeing(ROWS, SHAPE)
     end = tl.max(tail, 0)
     if end >= 0:
-        q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
+        q = _queries(q_ptr, place, queries, numbers, SHAPE)
         begin = tl.min(tl.where(in_use, tail, _FAR), 0)
-        best_2, total_2, acc_2 = _see_tail(
-            best_2,
-            total_2,
-            acc_2,
-            q,
-            key_ptr,
-            value_ptr,
-            base,
-            rows,
-            place,
-            begin,
-            tail,
-            position,
-            first_key,
-            length,
-            numbers,
-            SHAPE,
-        )
+        own = _see_tail(own, q, key_ptr, value_ptr, base, rows, place, begin, queries, length, numbers, SHAPE)
         # A tile's positions are few: their tails begin at one place or at two.
         if IN_TILE > 1 and end > begin:
-            best_2, total_2, acc_2 = _see_tail(
-                best_2,
-                total_2,
-                acc_2,
-                q,
-                key_ptr,
-                value_ptr,
-                base,
-                rows,
-                place,
-                end,
-                tail,
-                position,
-                first_key,
-                length,
-                numbers,
-                SHAPE,
-            )
+            own = _see_tail(own, q, key_ptr, value_ptr, base, rows, place, end, queries, length, numbers, SHAPE)
     wait_for_previous(OVERLAP)
-    best = tl.full([ROWS], _NONE, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    state = _unseeing(ROWS, SHAPE)
     first = tl.min(tl.where(in_use, first_key, _FAR), 0)
     if end > first:
         if ALL_SPLITS:
-            best, total, acc = _state(scratch, place, node, head, in_use & (tail > first_key), numbers, SHAPE)
+            state = _state(scratch, place, queries, in_use & (tail > first_key), numbers, SHAPE)
         else:
             part = place * parts - _first_state(length, numbers, SHAPE)
             for split in tl.range(split_of(first), split_of(end - 1) + 1, 4):
                 # All four are on their way before the first is merged.
-                best_3, total_3, acc_3 = _main_state(
-                    scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE
-                )
-                best_4, total_4, acc_4 = _main_state(
-                    scratch, part, split + 1, node, head, in_use, tail, first_key, numbers, SHAPE
-                )
-                best_5, total_5, acc_5 = _main_state(
-                    scratch, part, split + 2, node, head, in_use, tail, first_key, numbers, SHAPE
-                )
-                best_6, total_6, acc_6 = _main_state(
-                    scratch, part, split + 3, node, head, in_use, tail, first_key, numbers, SHAPE
-                )
-                best, total, acc = _merge(best, total, acc, best_3, total_3, acc_3)
-                best, total, acc = _merge(best, total, acc, best_4, total_4, acc_4)
-                best, total, acc = _merge(best, total, acc, best_5, total_5, acc_5)
-                best, total, acc = _merge(best, total, acc, best_6, total_6, acc_6)
-    best, total, acc = _merge(best, total, acc, best_2, total_2, acc_2)
+                one = _main_state(scratch, part, split, queries, numbers, SHAPE)
+                two = _main_state(scratch, part, split + 1, queries, numbers, SHAPE)
+                three = _main_state(scratch, part, split + 2, queries, numbers, SHAPE)
+                four = _main_state(scratch, part, split + 3, queries, numbers, SHAPE)
+                state = _merge(_merge(_merge(_merge(state, one), two), three), four)
+    best, total, acc = _merge(state, own)
     if SINKS:
         sink = tl.load(sink_ptr + head, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
         largest = tl.maximum(best, sink)
@@ -515,8 +444,5 @@ def tail_kernel(
     UNIT: tl.constexpr = 1.1920928955078125e-07 / SHAPE.lift
     result = tl.where(in_use[:, None], acc / (tl.where(in_use, total, 1.0) * UNIT)[:, None], 0.0)
     to = (place * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
-    tl.store(
-        out_ptr + to[:, None] * HEAD_DIM + d[None, :],
-        result.to(out_ptr.dtype.element_ty),
-        mask=there[:, None] & (d < HEAD_DIM)[None, :],
-    )
+    mask = there[:, None] & (d < SHAPE.head_dim)[None, :]
+    tl.store(out_ptr + to[:, None] * SHAPE.head_dim + d[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)

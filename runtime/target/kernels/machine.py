@@ -36,13 +36,9 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 @triton.jit
 def prefetch(pointers):
     """Bring the cache lines of some addresses into the L2; nothing waits for them."""
+    at = pointers.to(tl.int64)
     tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
 
 

@@ -25,7 +25,7 @@ A layer's RMSNorms are folded in: who writes the residual also writes ``residual
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -94,6 +94,23 @@ class SplitScratch(NamedTuple):
     finished: Tensor
 
 
+class Operands(NamedTuple):
+    """Rows and a weight, what copies their tiles (descriptors with ``tma``), and the weight's scales."""
+
+    x: Tensor
+    w: Tensor
+    x_tiles: Any
+    w_tiles: Any
+    scales: Tensor | None
+
+
+class Tap(NamedTuple):
+    """Rows that the residual is copied to, and their distance in elements."""
+
+    rows: Tensor
+    stride: int
+
+
 class FactorArgs(NamedTuple):
     """Arguments of a row's norm factor: sums of squares [rows, groups], and numbers of the norm."""
 
@@ -135,11 +152,12 @@ class HeadShape:
 
 @triton.jit
 def _place(rows, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Return a program's blocks of rows and of w, and its split: splits first, then rows, that share w in the L2."""
+    """Return a program's blocks of rows and of w, split, and rows: splits first, then rows, that share w in the L2."""
     SPLITS: tl.constexpr = 1 if TILES.sums_all_splits else SHAPE.splits
     blocks = tl.cdiv(rows, TILES.block_rows)
     at = tl.program_id(0) // SPLITS
-    return at % blocks, at // blocks, tl.program_id(0) % SPLITS
+    block, tile, split = at % blocks, at // blocks, tl.program_id(0) % SPLITS
+    return block, tile, split, block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
 @triton.jit
@@ -229,37 +247,25 @@ def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.
 
 
 @triton.jit
-def _sum_split(
-    x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, split, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
-):
+def _sum_split(operands, row, inside, n, n_inside, split, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Add a split's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
     k = tl.arange(0, TILES.block_k)
     element = tl.arange(0, TILES.block_k // SHAPE.packed)
     start = split * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
-    w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + element[None, :]
-    x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
+    w_at = operands.w + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + element[None, :]
+    x_at = operands.x + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
     for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
         first = at // SHAPE.packed
         w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE, TILES)
         x = _columns(x_at + at, inside, at + k, stop, SHAPE, TILES)
-        acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
+        acc = _step(w, x, acc, operands.scales, n, n_inside, at, SHAPE, TILES)
     return acc
 
 
 @triton.jit
 def _tma_split(
-    x_tiles,
-    w_tiles,
-    scale_ptr,
-    row,
-    n,
-    n_inside,
-    second,
-    split,
-    SHAPE: tl.constexpr,
-    TILES: tl.constexpr,
-    PAIRS: tl.constexpr,
+    operands, row, n, n_inside, second, split, SHAPE: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr
 ):
     """Multiply a split by descriptors: rows of w from the first of ``n`` on, of pairs as many from ``second`` on."""
     row_0, first = tl.min(row, 0), tl.min(n, 0)
@@ -270,19 +276,19 @@ def _tma_split(
         one = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
         two = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
         for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
-            x = x_tiles.load([row_0, at]).T
-            one = tl.dot(w_tiles.load([first, at]), x, one, input_precision=SHAPE.precision)
-            two = tl.dot(w_tiles.load([second, at]), x, two, input_precision=SHAPE.precision)
+            x = operands.x_tiles.load([row_0, at]).T
+            one = tl.dot(operands.w_tiles.load([first, at]), x, one, input_precision=SHAPE.precision)
+            two = tl.dot(operands.w_tiles.load([second, at]), x, two, input_precision=SHAPE.precision)
         return _interleaved(one, two)
     else:
         # Two products of FP8 weights in a step would wait for one another.
         acc = tl.zeros([n.shape[0], ROWS], tl.float32)
         for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
-            x = x_tiles.load([row_0, at]).T
-            w = w_tiles.load([first, at // SHAPE.packed])
+            x = operands.x_tiles.load([row_0, at]).T
+            w = operands.w_tiles.load([first, at // SHAPE.packed])
             if PAIRS:
-                w = _interleaved(w, w_tiles.load([second, at // SHAPE.packed]))
-            acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
+                w = _interleaved(w, operands.w_tiles.load([second, at // SHAPE.packed]))
+            acc = _step(w, x, acc, operands.scales, n, n_inside, at, SHAPE, TILES)
         return acc
 
 
@@ -340,11 +346,11 @@ def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.con
 
 
 @triton.jit
-def _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE: tl.constexpr):
+def _row_scales(operands, n, n_inside, SHAPE: tl.constexpr):
     """Return the factor of sums of `_widened` weights: a row's scale if `_step` has applied none, a power of two."""
-    POWER: tl.constexpr = _LIFT if x_ptr.dtype.element_ty == tl.bfloat16 else 256.0
+    POWER: tl.constexpr = _LIFT if operands.x.dtype.element_ty == tl.bfloat16 else 256.0
     if SHAPE.groups == 1:
-        return tl.load(scale_ptr + n, mask=n_inside, other=0.0) * POWER
+        return tl.load(operands.scales + n, mask=n_inside, other=0.0) * POWER
     else:
         return tl.full([n.shape[0]], POWER, tl.float32)
 
@@ -381,23 +387,23 @@ def _may_end(scratch, acc, row, inside, has_own, SHAPE: tl.constexpr, TILES: tl.
 
 
 @triton.jit
-def _begin(w_ptr, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
+def _begin(operands, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
     """Wait for the kernels before, with the first weights on their way; `_product` goes on with them.
 
     Between both a kernel loads what it needs at its end.
     """
     if TILES.sums_all_splits or TILES.tma:
         if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
+            _ask_ahead(operands.w, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return n
     else:
         k = split * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
         stop = tl.minimum((split + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
-        w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
+        w_at = operands.w + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
         w = _weights(w_at, n_inside, k, stop, SHAPE, TILES)
         if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, split * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
+            _ask_ahead(operands.w, n, n_inside, split * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return w
 
@@ -405,11 +411,7 @@ def _begin(w_ptr, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexpr, 
 @triton.jit
 def _product(
     first_weights,
-    x_ptr,
-    w_ptr,
-    x_tiles,
-    w_tiles,
-    scale_ptr,
+    operands,
     row,
     inside,
     n,
@@ -422,28 +424,27 @@ def _product(
 ):
     """Multiply a tile, [block_n, block_rows], or this program's split of it: `_may_end` and `_whole` end it.
 
-    ``n``: the tile's rows of w; of PAIRS those of the other kind begin at ``second``. ``x_tiles``, ``w_tiles``: with
-    ``tma`` descriptors of x and w.
+    ``n``: the tile's rows of w; of PAIRS those of the other kind begin at ``second``.
     """
     if TILES.tma:
-        acc = _tma_split(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, split, SHAPE, TILES, PAIRS)
+        acc = _tma_split(operands, row, n, n_inside, second, split, SHAPE, TILES, PAIRS)
         if TILES.sums_all_splits:
             for each in tl.range(1, SHAPE.splits):
-                more = _tma_split(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, each, SHAPE, TILES, PAIRS)
+                more = _tma_split(operands, row, n, n_inside, second, each, SHAPE, TILES, PAIRS)
                 acc = _add(more, acc)
     elif TILES.sums_all_splits:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        acc = _sum_split(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
+        acc = _sum_split(operands, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            acc = _add(_sum_split(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
+            acc = _add(_sum_split(operands, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
     else:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = split * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((split + 1) * SHAPE.split_size, SHAPE.depth)
-        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
-        acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
-        acc = _sum_split(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, split, TILES.block_k, acc, SHAPE, TILES)
+        x = _columns(operands.x + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
+        acc = _step(first_weights, x, acc, operands.scales, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
+        acc = _sum_split(operands, row, inside, n, n_inside, split, TILES.block_k, acc, SHAPE, TILES)
     return acc
 
 
@@ -474,11 +475,18 @@ def _pair_of(i):
     return i // (2 * _PAIRED) * _PAIRED + i % _PAIRED, i // _PAIRED % 2
 
 
+@triton.constexpr_function
+def _block_of(count):
+    """Return the power of two, at least 2, that ``count`` places fit in."""
+    return max(2, 1 << (count - 1).bit_length())
+
+
 @triton.jit
-def _squares(factor, row, inside, DEPTH: tl.constexpr, GROUPS: tl.constexpr):
+def _squares(factor, row, inside, DEPTH: tl.constexpr):
     """Load the sums of squares of some rows, [block_rows, groups]."""
-    group = tl.arange(0, GROUPS)
     count: tl.constexpr = (DEPTH + _GROUP - 1) // _GROUP
+    GROUPS: tl.constexpr = _block_of(count)
+    group = tl.arange(0, GROUPS)
     at = row.to(tl.int64)[:, None] * count + group[None, :]
     return tl.load(factor.squares + at, mask=inside[:, None] & (group < count)[None, :], other=0.0)
 
@@ -490,39 +498,24 @@ def norm_factor(squares, eps, unshrink, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def put_residual(
-    value,
-    gain,
-    shrink,
-    row,
-    inside,
-    n,
-    n_inside,
-    residual_ptr,
-    scaled_ptr,
-    square_ptr,
-    tap_ptr,
-    stride_tap,
-    SIZE: tl.constexpr,
-    TAP: tl.constexpr,
-):
+def put_residual(value, gain, shrink, row, inside, n, n_inside, out, tap, SIZE: tl.constexpr, TAP: tl.constexpr):
     """Write a tile [block_n, block_rows] of the residual, its product with the next norm's gain, and its squares."""
     both = n_inside[:, None] & inside[None, :]
-    kind = residual_ptr.dtype.element_ty
+    kind = out.residual.dtype.element_ty
     rounded = value.to(kind)
     at = row.to(tl.int64)[None, :] * SIZE + n[:, None]
-    tl.store(residual_ptr + at, rounded, mask=both)
+    tl.store(out.residual + at, rounded, mask=both)
     if TAP:
-        tl.store(tap_ptr + row.to(tl.int64)[None, :] * stride_tap + n[:, None], rounded, mask=both)
+        tl.store(tap.rows + row.to(tl.int64)[None, :] * tap.stride + n[:, None], rounded, mask=both)
     value = tl.where(both, rounded.to(tl.float32), 0.0)
-    tl.store(scaled_ptr + at, (value * gain[:, None] * shrink).to(kind), mask=both)
+    tl.store(out.scaled + at, (value * gain[:, None] * shrink).to(kind), mask=both)
     GROUPS: tl.constexpr = value.shape[0] // _GROUP
     count: tl.constexpr = (SIZE + _GROUP - 1) // _GROUP
     # A whole group at a time, whatever the tile.
     sums = exact_sum(tl.reshape(value * value, (GROUPS, _GROUP, value.shape[1])), 1)
     group = tl.min(n, 0) // _GROUP + tl.arange(0, GROUPS)
     tl.store(
-        square_ptr + row.to(tl.int64)[None, :] * count + group[:, None],
+        out.squares + row.to(tl.int64)[None, :] * count + group[:, None],
         sums,
         mask=(group < count)[:, None] & inside[None, :],
     )
@@ -535,11 +528,8 @@ def embed_kernel(
     gain_ptr,
     shrink,
     rows,
-    residual_ptr,
-    scaled_ptr,
-    square_ptr,
-    tap_ptr,
-    stride_tap,
+    out,
+    tap,
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     TAP: tl.constexpr,
@@ -554,22 +544,7 @@ def embed_kernel(
     token = tl.load(token_ptr + row, mask=inside, other=0).to(tl.int64)
     value = tl.load(table_ptr + token[None, :] * SIZE + n[:, None], mask=n_inside[:, None] & inside[None, :], other=0.0)
     gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-    put_residual(
-        value.to(tl.float32),
-        gain,
-        shrink,
-        row,
-        inside,
-        n,
-        n_inside,
-        residual_ptr,
-        scaled_ptr,
-        square_ptr,
-        tap_ptr,
-        stride_tap,
-        SIZE,
-        TAP,
-    )
+    put_residual(value.to(tl.float32), gain, shrink, row, inside, n, n_inside, out, tap, SIZE, TAP)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -580,7 +555,6 @@ def norm_kernel(
     out_ptr,
     stride_out,
     SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -592,7 +566,7 @@ def norm_kernel(
     inside = row < rows
     both = inside[:, None] & (n < SIZE)[None, :]
     wait_for_previous(OVERLAP)
-    times = norm_factor(_squares(factor, row, inside, SIZE, GROUPS), factor.eps, factor.unshrink, SIZE)
+    times = norm_factor(_squares(factor, row, inside, SIZE), factor.eps, factor.unshrink, SIZE)
     value = tl.load(scaled_ptr + row.to(tl.int64)[:, None] * SIZE + n[None, :], mask=both, other=0.0).to(tl.float32)
     to = row.to(tl.int64)[:, None] * stride_out + n[None, :]
     tl.store(out_ptr + to, (value * times[:, None]).to(out_ptr.dtype.element_ty), mask=both)
@@ -609,11 +583,8 @@ def add_product_kernel(
     gain_ptr,
     shrink,
     rows,
-    residual_ptr,
-    scaled_ptr,
-    square_ptr,
-    tap_ptr,
-    stride_tap,
+    out,
+    tap,
     scratch,
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
@@ -623,18 +594,16 @@ def add_product_kernel(
 ):
     """Add a product to the residual."""
     let_next_begin(OVERLAP)
-    block, tile, split = _place(rows, SHAPE, TILES)
-    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    block, tile, split, row = _place(rows, SHAPE, TILES)
     own = _own_rows(block, split, SHAPE, TILES)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, own_inside, n_inside = row < rows, own < rows, n < SHAPE.size
-    w = _begin(w_ptr, n, n_inside, split, SHAPE, TILES, OVERLAP)
-    residual_at = residual_ptr + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
+    operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
+    w = _begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
+    residual_at = out.residual + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
-    scales = _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE)
-    acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, split, SHAPE, TILES, False
-    )
+    scales = _row_scales(operands, n, n_inside, SHAPE)
+    acc = _product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
@@ -643,20 +612,7 @@ def add_product_kernel(
         if BIAS:
             total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
-            _add(total, before.to(tl.float32)),
-            gain,
-            shrink,
-            own,
-            own_inside,
-            n,
-            n_inside,
-            residual_ptr,
-            scaled_ptr,
-            square_ptr,
-            tap_ptr,
-            stride_tap,
-            SHAPE.size,
-            TAP,
+            _add(total, before.to(tl.float32)), gain, shrink, own, own_inside, n, n_inside, out, tap, SHAPE.size, TAP
         )
 
 
@@ -672,20 +628,17 @@ def head_product_kernel(
     out_ptr,
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Write logits; K is whole."""
     let_next_begin(OVERLAP)
-    block, tile, split = _place(rows, SHAPE, TILES)
-    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    _, tile, split, row = _place(rows, SHAPE, TILES)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, n_inside = row < rows, n < SHAPE.size
-    w = _begin(w_ptr, n, n_inside, split, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, split, SHAPE, TILES, False
-    )
+    operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
+    w = _begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
+    squares = _squares(factor, row, inside, SHAPE.depth)
+    acc = _product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -706,7 +659,6 @@ def gated_product_kernel(
     scratch,
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
     LIFT: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -715,20 +667,18 @@ def gated_product_kernel(
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
     PAIRS: tl.constexpr = TILES.block_n // 2
-    block, tile, split = _place(rows, SHAPE, TILES)
-    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    block, tile, split, row = _place(rows, SHAPE, TILES)
     pair, is_up = _pair_of(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRS + pair
     own = _own_rows(block, split, SHAPE, TILES)
     inside, own_inside = row < rows, own < rows
     w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
-    w = _begin(w_ptr, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
-    scales = _row_scales(x_ptr, scale_ptr, w_row, w_inside, SHAPE)
+    operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
+    w = _begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
+    squares = _squares(factor, own, own_inside, SHAPE.depth)
+    scales = _row_scales(operands, w_row, w_inside, SHAPE)
     halfway = tile * PAIRS + SIZE
-    acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True
-    )
+    acc = _product(w, operands, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gate, up = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         n = tile * PAIRS + tl.arange(0, PAIRS)
@@ -757,7 +707,6 @@ def qkv_product_kernel(
     scratch,
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -768,8 +717,7 @@ def qkv_product_kernel(
     BLOCK: tl.constexpr = HEADS.half_block
     PAIRS: tl.constexpr = TILES.block_n // 2
     IN_TILE: tl.constexpr = PAIRS // BLOCK
-    block, tile, split = _place(rows, SHAPE, TILES)
-    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    block, tile, split, row = _place(rows, SHAPE, TILES)
     pair, is_second = _pair_of(tl.arange(0, TILES.block_n))
     own = _own_rows(block, split, SHAPE, TILES)
     inside, own_inside = row < rows, own < rows
@@ -780,13 +728,12 @@ def qkv_product_kernel(
     position = tl.load(heads.positions + own, mask=own_inside, other=0).to(tl.int64)
     kv_row = tl.load(heads.kv_rows + own, mask=own_inside, other=-1).to(tl.int64)
     slot = tl.load(heads.slots + own // heads.nodes, mask=own_inside, other=0).to(tl.int64)
-    w = _begin(w_ptr, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
-    scales = _row_scales(x_ptr, scale_ptr, w_row, w_inside, SHAPE)
+    operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
+    w = _begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
+    squares = _squares(factor, own, own_inside, SHAPE.depth)
+    scales = _row_scales(operands, w_row, w_inside, SHAPE)
     halfway = tile * HEADS.head_dim + HALF
-    acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True
-    )
+    acc = _product(w, operands, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         i = tl.arange(0, PAIRS)
         head, d = tile * IN_TILE + i // BLOCK, i % BLOCK

@@ -8,7 +8,7 @@ rows are `NormedRows`; sums are fp32, and results are rounded to the model's typ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,8 +72,7 @@ class NormedRows(NamedTuple):
         return torch.rsqrt(mean + norm.eps) / norm.shrink
 
 
-@dataclass(frozen=True)
-class HeadRows:
+class HeadRows(NamedTuple):
     """Places that q, k, v of a forward's rows go to, and their rotation.
 
     ``cos``, ``sin`` fp32 [table, head_dim / 2], halves rotated against each other as in Llama; ``positions`` int32
@@ -186,21 +185,9 @@ def embed(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tens
     block = 16
     # Without ``launch_pdl``: it follows kernels that do not let it begin early, and which it must wait for.
     overlaps, _ = overlapping(table.device)
-    kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](
-        table,
-        tokens,
-        norm.gain,
-        norm.shrink * norm.lift,
-        count,
-        *rows,
-        *_tap(rows, tap),
-        SIZE=hidden,
-        BLOCK_ROWS=block,
-        TAP=tap is not None,
-        OVERLAP=overlaps,
-        num_warps=1,
-        **NO_FUSION,
-    )
+    constants = {"SIZE": hidden, "BLOCK_ROWS": block, "TAP": tap is not None, "OVERLAP": overlaps, "num_warps": 1}
+    given = table, tokens, norm.gain, norm.shrink * norm.lift, count, rows, _tap(rows, tap)
+    kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](*given, **constants, **NO_FUSION)
 
 
 def norm_rows_ref(rows: NormedRows, norm: Norm, out: Tensor) -> None:
@@ -212,20 +199,9 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
     """Run `norm_rows_ref` as one launch."""
     count, hidden = rows.scaled.shape
     overlaps, options = overlapping(out.device)
-    kernels.norm_kernel[(triton.cdiv(count, 4), triton.cdiv(hidden, 256))](
-        rows.scaled,
-        _factor(rows, norm),
-        count,
-        out,
-        out.stride(0),
-        SIZE=hidden,
-        GROUPS=_groups(hidden),
-        BLOCK_ROWS=4,
-        BLOCK=256,
-        OVERLAP=overlaps,
-        num_warps=4,
-        **options,
-    )
+    constants = {"SIZE": hidden, "BLOCK_ROWS": 4, "BLOCK": 256, "OVERLAP": overlaps, "num_warps": 4}
+    given = rows.scaled, _factor(rows, norm), count, out, out.stride(0)
+    kernels.norm_kernel[(triton.cdiv(count, 4), triton.cdiv(hidden, 256))](*given, **constants, **options)
 
 
 def _times(x: Tensor, weight: Weight) -> Tensor:
@@ -300,42 +276,14 @@ def qkv_product(
     tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
     half_block = _half_block(head_dim)
     tiles = _head_tiles(tiles, half_block, head_dim, shape.groups)
-    overlaps, options = overlapping(rows.scaled.device)
-    norm_q, norm_k = (norm.gain, norm.gain) if head_norms is None else head_norms
-    args = HeadArgs(
-        norm.gain if bias is None else bias,
-        norm_q,
-        norm_k,
-        norm.eps,
-        out.cos,
-        out.sin,
-        out.positions,
-        out.slots,
-        out.kv_rows,
-        out.query,
-        keys,
-        values,
-        keys.stride(0),
-        keys.stride(1),
-        count // len(out.slots),
-    )
-    in_tile = tiles.block_n // 2 // half_block
-    programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
-    kernels.qkv_product_kernel[(programs,)](
-        *_operands(rows.scaled, weight, tiles, True),
-        _factor(rows, norm),
-        args,
-        count,
-        scratch,
-        SHAPE=shape,
-        TILES=tiles,
-        GROUPS=_groups(shape.depth),
-        HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
-        BIAS=bias is not None,
-        OVERLAP=overlaps,
-        num_warps=tiles.num_warps,
-        **options,
-    )
+    gains = (norm.gain, norm.gain) if head_norms is None else head_norms
+    strides, nodes = (keys.stride(0), keys.stride(1)), count // len(out.slots)
+    args = HeadArgs(norm.gain if bias is None else bias, *gains, norm.eps, *out, keys, values, *strides, nodes)
+    blocks = triton.cdiv(heads + 2 * kv_heads, tiles.block_n // 2 // half_block)
+    given = _factor(rows, norm), args, count, scratch
+    heads_of = HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None)
+    constants = {"HEADS": heads_of, "BIAS": bias is not None}
+    _launch(kernels.qkv_product_kernel, "pairs", count, rows.scaled, weight, given, constants, shape, tiles, blocks)
 
 
 def _head_tiles(tiles: ProductTiles, half_block: int, head_dim: int, groups: int) -> ProductTiles:
@@ -389,27 +337,10 @@ def add_product(
 ) -> None:
     """Run `add_product_ref` as one launch."""
     assert scratch is not None
-    count = len(x)
-    shape = product_shape(weight)
-    tiles = _tiles(shape, count, "sum", weight, x, tiles)
-    overlaps, options = overlapping(x.device)
-    kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(x, weight, tiles, False),
-        norm.gain if bias is None else bias,
-        norm.gain,
-        norm.shrink * norm.lift,
-        count,
-        *rows,
-        *_tap(rows, tap),
-        scratch,
-        SHAPE=shape,
-        TILES=tiles,
-        BIAS=bias is not None,
-        TAP=tap is not None,
-        OVERLAP=overlaps,
-        num_warps=tiles.num_warps,
-        **options,
-    )
+    norms = norm.gain if bias is None else bias, norm.gain, norm.shrink * norm.lift
+    given = *norms, len(x), rows, _tap(rows, tap), scratch
+    constants = {"BIAS": bias is not None, "TAP": tap is not None}
+    _launch(kernels.add_product_kernel, "sum", len(x), x, weight, given, constants, product_shape(weight), tiles)
 
 
 def gated_product_ref(
@@ -441,26 +372,10 @@ def gated_product(
 ) -> None:
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
-    count = len(out)
+    given = norm.gain if bias is None else bias, _factor(rows, norm), len(out), out, scratch
+    constants = {"LIFT": lift, "BIAS": bias is not None}
     shape = product_shape(weight)
-    tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
-    overlaps, options = overlapping(out.device)
-    kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, True),
-        norm.gain if bias is None else bias,
-        _factor(rows, norm),
-        count,
-        out,
-        scratch,
-        SHAPE=shape,
-        TILES=tiles,
-        GROUPS=_groups(shape.depth),
-        LIFT=lift,
-        BIAS=bias is not None,
-        OVERLAP=overlaps,
-        num_warps=tiles.num_warps,
-        **options,
-    )
+    _launch(kernels.gated_product_kernel, "pairs", len(out), rows.scaled, weight, given, constants, shape, tiles)
 
 
 def head_product_ref(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor) -> None:
@@ -470,33 +385,15 @@ def head_product_ref(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor) 
 
 def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tiles: ProductTiles | None = None) -> None:
     """Run `head_product_ref` as one launch."""
-    count = len(out)
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
     shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    tiles = _tiles(shape, count, "logits", weight, rows.scaled, tiles)
-    overlaps, options = overlapping(out.device)
-    kernels.head_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, False),
-        _factor(rows, norm),
-        count,
-        out,
-        SHAPE=shape,
-        TILES=tiles,
-        GROUPS=_groups(shape.depth),
-        OVERLAP=overlaps,
-        num_warps=tiles.num_warps,
-        **options,
-    )
+    given = _factor(rows, norm), len(out), out
+    _launch(kernels.head_product_kernel, "logits", len(out), rows.scaled, weight, given, {}, shape, tiles)
 
 
 def _tiles(
-    shape: ProductShape,
-    rows: int,
-    kind: ProductKind,
-    weight: Weight,
-    x: Tensor,
-    given: ProductTiles | None,
+    shape: ProductShape, rows: int, kind: ProductKind, weight: Weight, x: Tensor, given: ProductTiles | None
 ) -> ProductTiles:
     """Return the tiles of a launch: those of `product_tiles` unless others are given."""
     waits = shape.groups == 1 and overwrites_operands(x.device)
@@ -508,8 +405,25 @@ def _tiles(
     )
 
 
-def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
-    return blocks * -(-rows // tiles.block_rows) * (1 if tiles.sums_all_splits else shape.splits)
+def _launch(
+    kernel: Any,
+    kind: ProductKind,
+    count: int,
+    x: Tensor,
+    weight: Weight,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    shape: ProductShape,
+    tiles: ProductTiles | None,
+    blocks: int | None = None,
+) -> None:
+    """Launch a product of ``count`` rows; ``blocks``: tiles that cover the weight, by default of ``block_n`` rows."""
+    tiles = _tiles(shape, count, kind, weight, x, tiles)
+    blocks = triton.cdiv(shape.size, tiles.block_n) if blocks is None else blocks
+    programs = blocks * triton.cdiv(count, tiles.block_rows) * (1 if tiles.sums_all_splits else shape.splits)
+    overlaps, options = overlapping(x.device)
+    constants = {"SHAPE": shape, "TILES": tiles, "OVERLAP": overlaps, "num_warps": tiles.num_warps} | constants
+    kernel[(programs,)](*_operands(x, weight, tiles, kind == "pairs"), *args, **constants, **options)
 
 
 def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
@@ -531,9 +445,5 @@ def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
     return FactorArgs(rows.squares, norm.eps, 1.0 / norm.shrink)
 
 
-def _groups(hidden: int) -> int:
-    return max(2, 1 << (num_groups(hidden) - 1).bit_length())
-
-
-def _tap(rows: NormedRows, tap: Tensor | None) -> tuple[Tensor, int]:
-    return (rows.residual, 0) if tap is None else (tap, tap.stride(0))
+def _tap(rows: NormedRows, tap: Tensor | None) -> kernels.Tap:
+    return kernels.Tap(rows.residual, 0) if tap is None else kernels.Tap(tap, tap.stride(0))

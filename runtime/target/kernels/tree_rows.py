@@ -134,19 +134,8 @@ def _tree_rows_kernel(
 
 def tree_rows(trees: Trees, out: ForwardRows) -> None:
     """Run `tree_rows_ref` as one launch, a program a place."""
-    attention = out.attention
-    _tree_rows_kernel[(out.places,)](
-        trees,
-        attention.lengths,
-        out.tokens,
-        out.positions,
-        out.kv_rows,
-        attention.slots,
-        attention.counts,
-        attention.depths if attention.paths is None else attention.paths,
-        attention.depths,
-        NODES=out.nodes,
-        BLOCK=max(2, triton.next_power_of_2(out.nodes)),
-        WIDTH=0 if attention.paths is None else attention.paths.shape[2],
-        num_warps=1,
-    )
+    slots, lengths, counts, paths, depths = out.attention
+    to = slots, counts, depths if paths is None else paths, depths
+    given = trees, lengths, out.tokens, out.positions, out.kv_rows, *to
+    block, width = max(2, triton.next_power_of_2(out.nodes)), 0 if paths is None else paths.shape[2]
+    _tree_rows_kernel[(out.places,)](*given, NODES=out.nodes, BLOCK=block, WIDTH=width, num_warps=1)

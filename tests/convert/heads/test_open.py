@@ -7,26 +7,14 @@ import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
 from eagle_slim.convert.engines import HeadFacts, head_findings
-from eagle_slim.convert.heads.quantisation import quantisation
+from eagle_slim.convert.heads.config import quantisation, sliding_window
 from eagle_slim.convert.heads.taps import AUX_LAYER_KEY
-from eagle_slim.convert.heads.window import sliding_window
 from eagle_slim.convert.slim.tensors import config_of
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import (
-    HEAD_DIM,
-    HIDDEN,
-    MIDDLE,
-    VOCAB,
-    eagle3_tensors,
-    random,
-    trained_ids,
-    write_dflash,
-    write_eagle1,
-    write_eagle3,
-)
+from support.heads import HIDDEN, VOCAB, eagle3_tensors, trained_ids, write_dflash, write_eagle1, write_eagle3
 from support.raising import raises_with
 from transformers import AutoConfig
 
@@ -116,68 +104,41 @@ def test_last_hidden_state_only(tmp_path):
 PLAIN_ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SECTIONS = {"rope_type": "default", "mrope_section": [16, 24, 24]}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 8192
+AT_5E5, AT_1E6 = {"rope_theta": 5e5}, {"rope_theta": 1e6, "rope_scaling": None}
 BY_KIND = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
-NEUTRAL = {
-    "residual_multiplier": 1,
-    "attn_logit_softcapping": None,
-    "attention_multiplier": HEAD_DIM**-0.5,
-    "query_pre_attn_scalar": HEAD_DIM,
-    "no_rope_layers": [1, 0],
-    "alibi": False,
-}
-DEFAULTS = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "mlp_bias": False,
-    "intermediate_size": MIDDLE,
-    "rope_theta": 1e4,
-}
+NEUTRAL = {"residual_multiplier": 1, "attn_logit_softcapping": None, "no_rope_layers": [1, 0], "alibi": False}
+NEUTRAL |= {"attention_multiplier": heads.HEAD_DIM**-0.5, "query_pre_attn_scalar": heads.HEAD_DIM}
+DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False, "rope_theta": 1e4}
+DEFAULTS["intermediate_size"] = heads.MIDDLE
+LLAMA4 = {"model_type": "llama4_text", "intermediate_size": 16, "intermediate_size_mlp": heads.MIDDLE}
+SLIDING = ["sliding_attention", "full_attention"]
+WINDOWED, HALF = {"layer_types": SLIDING[:1], "sliding_window": 16}, {"partial_rotary_factor": 0.5}
 NORMED = "return_hidden_post_norm"
 TAP_NORMS = eagle3_tensors(rows=VOCAB, fc_norms=True)
-INPUT_NORM = eagle3_tensors(rows=VOCAB, input_norm=True)
+INPUT_NORM = {"tensors": eagle3_tensors(rows=VOCAB, input_norm=True), "norm_before_fc": True}
+BEFORE_FC = {"norm_before_fc": True, "eagle_config": {"norm_before_fc": True}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_a_configuration_is_rewritten_as_engines_read_it(tmp_path):
+    for changes, expected in (
         (dict.fromkeys(DEFAULTS), DEFAULTS),
         ({"num_hidden_layers": 40}, {"num_hidden_layers": 1}),
         # Llama 4 names the width of its dense layers apart.
-        (
-            {"model_type": "llama4_text", "intermediate_size": 16, "intermediate_size_mlp": MIDDLE},
-            {"intermediate_size": MIDDLE, "intermediate_size_mlp": ...},
-        ),
+        (LLAMA4, {"intermediate_size": heads.MIDDLE, "intermediate_size_mlp": ...}),
         # SGLang would take an empty list in eagle_config to mean that no layer is captured.
         ({AUX_LAYER_KEY: []}, {AUX_LAYER_KEY: ..., "eagle_config": ...}),
         ({"eagle_config": {AUX_LAYER_KEY: [], "more": 1}}, {AUX_LAYER_KEY: ..., "eagle_config": {"more": 1}}),
         # Rotations as transformers reads them.
-        (
-            {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
-            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-        ),
-        ({"rope_theta": 1e4, "rope_parameters": PLAIN_ROPE}, {"rope_theta": 1e6, "rope_scaling": None}),
-        ({"rope_theta": ..., "rope_scaling": PLAIN_ROPE}, {"rope_theta": 1e6, "rope_scaling": None}),
-        ({"rope_theta": 5e5, "rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR}),
+        ({"rope_theta": ..., "rope_parameters": AT_5E5 | LLAMA3}, AT_5E5 | {"rope_scaling": LLAMA3}),
+        ({"rope_theta": 1e4, "rope_parameters": PLAIN_ROPE}, AT_1E6),
+        ({"rope_theta": ..., "rope_scaling": PLAIN_ROPE}, AT_1E6),
+        (AT_5E5 | {"rope_scaling": LINEAR}, AT_5E5 | {"rope_scaling": LINEAR}),
         (NEUTRAL, NEUTRAL),
-        (
-            {"rope_theta": ..., "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-            {"rope_theta": 1e6, "rope_scaling": None},
-        ),
-        (
-            {"layer_types": ["sliding_attention"], "sliding_window": 16, "rope_parameters": BY_KIND},
-            {"rope_theta": 2e4, "rope_scaling": None},
-        ),
-        (
-            {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}},
-            {"partial_rotary_factor": 0.5, "rope_scaling": None},
-        ),
+        ({"rope_theta": ..., "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, AT_1E6),
+        ({**WINDOWED, "rope_parameters": BY_KIND}, {"rope_theta": 2e4, "rope_scaling": None}),
+        ({"rope_parameters": PLAIN_ROPE | HALF}, {**HALF, "rope_scaling": None}),
         ({"rope_parameters": {"rope_theta": 1e6, **SECTIONS}}, {"rope_theta": 1e6, "rope_scaling": SECTIONS}),
         # Flags of norms stand where engines read them.
         ({"eagle_config": {"norm_before_residual": True}}, {"norm_before_residual": True}),
@@ -186,23 +147,12 @@ INPUT_NORM = eagle3_tensors(rows=VOCAB, input_norm=True)
         ({NORMED: True, "norm_output": False}, {"norm_output": True}),
         ({"tensors": TAP_NORMS, "use_aux_norm": True}, {"fc_norm": True}),
         ({"tensors": TAP_NORMS, "eagle_config": {"fc_norm": True}}, {"fc_norm": True}),
-        (
-            {"tensors": INPUT_NORM, "norm_before_fc": True, "eagle_config": {"norm_before_fc": False}},
-            {"norm_before_fc": True, "eagle_config": {"norm_before_fc": True}},
-        ),
-        (
-            {"tensors": INPUT_NORM, "norm_before_fc": True},
-            {"norm_before_fc": True, "eagle_config": {"norm_before_fc": True}},
-        ),
-    ],
-)
-def test_a_configuration_is_rewritten_as_engines_read_it(tmp_path, changes, expected):
-    head = open_head(write_eagle3(tmp_path / "head", **changes))
-    assert {key: head.config.get(key, ...) for key in expected} == expected
-    assert any("40" in warning for warning in head.warnings) == ("num_hidden_layers" in changes)
-
-
-SLIDING = ["sliding_attention", "full_attention"]
+        ({**INPUT_NORM, "eagle_config": {"norm_before_fc": False}}, BEFORE_FC),
+        (INPUT_NORM, BEFORE_FC),
+    ):
+        head = open_head(write_eagle3(tmp_path / "head", **changes))
+        assert {key: head.config.get(key, ...) for key in expected} == expected
+        assert any("40" in warning for warning in head.warnings) == ("num_hidden_layers" in changes)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +202,7 @@ def test_sizes_in_a_text_config(tmp_path, write):
 
 
 def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
-    stored = {"lm_head.weight": random((VOCAB, HIDDEN), 9)}
+    stored = {"lm_head.weight": heads.random((VOCAB, HIDDEN), 9)}
     head = open_head(write_eagle1(tmp_path / "head", container="bin", extra=stored))
     assert (head.kind, head.draft_ids_to_target) == ("eagle", None)
     assert "layers.0.mlp.up_proj.weight" in head.tensors
@@ -260,21 +210,18 @@ def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
     assert "vLLM" in head.dropped["lm_head.weight"]
 
 
-BIAS = random((HIDDEN,), 1)
+BIAS = heads.random((HIDDEN,), 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_eagle1_that_is_not_what_its_configuration_says(tmp_path):
+    for arguments, words in (
         ({"num_key_value_heads": 4}, ("layers.0.self_attn.k_proj.weight", "[32, 32]")),
         ({"qkv_bias": True}, ("attention_bias",)),
         ({"extra": {"layers.0.self_attn.o_proj.bias": BIAS}, "attention_bias": None}, ("self_attn.o_proj.bias",)),
         ({"extra": {"layers.0.mlp.down_proj.bias": BIAS}, "mlp_bias": False}, ("mlp_bias", "mlp.down_proj.bias")),
-    ],
-)
-def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, words):
-    with raises_with(MismatchError, *words):
-        open_head(write_eagle1(tmp_path / "head", **arguments))
+    ):
+        with raises_with(MismatchError, *words):
+            open_head(write_eagle1(tmp_path / "head", **arguments))
 
 
 def ones(*shape):
@@ -365,11 +312,7 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"norm_before_residual": "false"}, MismatchError, ["norm_before_residual", "'false'"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),
         ({"layer_types": ["sliding_attention"]}, MismatchError, ["sliding_window"]),
-        (
-            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
-            MismatchError,
-            ["use_sliding_window"],
-        ),
+        ({**WINDOWED, "use_sliding_window": False}, MismatchError, ["use_sliding_window"]),
         ({"fc_norm": True}, MismatchError, ["fc_norm", "true"]),
         ({"extra": Q_BIAS}, MismatchError, ["attention_bias", *Q_BIAS]),
         ({"extra": Q_BIAS, "attention_bias": None}, MismatchError, [*Q_BIAS]),
@@ -448,9 +391,8 @@ def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
         open_head(write_eagle3(tmp_path / "wrong", rope_scaling={**scaling, "alpha": "large"}))
 
 
-@pytest.mark.parametrize(
-    "nothing",
-    [
+def test_a_quantisation_of_nothing_is_none():
+    for nothing in (
         {"quant_method": "modelopt", "quant_algo": None, "exclude_modules": ["lm_head"]},
         {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["lm_head"]},
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": None, "targets": ["Linear"]}}},
@@ -460,10 +402,8 @@ def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
         {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False, "bnb_4bit_quant_type": "fp4"},
         {"quant_method": "gptq", "bits": 16},
         {"modules_to_not_convert": ["lm_head"]},
-    ],
-)
-def test_a_quantisation_of_nothing_is_none(nothing):
-    assert quantisation(nothing) is None
+    ):
+        assert quantisation(nothing) is None
 
 
 @pytest.mark.parametrize("place", ["", "text_config", "eagle_config", "speculators", "dflash-speculators"])

@@ -20,9 +20,8 @@ def write(folder, count=3, **changes):
     return write_eagle3(folder, tensors=eagle3_tensors(rows=VOCAB, taps=count), **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "layers", "expected"),
-    [
+def test_each_key_with_its_own_counting(tmp_path):
+    for changes, layers, expected in (
         ({}, 8, (2, 4, 5)),
         ({AUX: [1, 3, 6]}, 8, (1, 3, 6)),
         ({AUX: [2, 4, 8]}, 8, (2, 4, 8)),
@@ -41,39 +40,27 @@ def write(folder, count=3, **changes):
         ({"layer_types": ["full_attention"], "mlp_only_layers": [3]}, 8, (2, 4, 5)),
         ({AUX: [1, 2, 4, 6, 8], "num_aux_hidden_states": 5}, 8, (1, 2, 4, 6, 8)),
         ({"target_layer_ids": [7]}, 8, (8,)),
-    ],
-)
-def test_each_key_with_its_own_counting(tmp_path, changes, layers, expected):
-    head = open_head(write(tmp_path / "head", len(expected), **changes))
-    assert resolve_tap_layers(head, layers) == expected
+    ):
+        head = open_head(write(tmp_path / "head", len(expected), **changes))
+        assert resolve_tap_layers(head, layers) == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "changes"),
-    [
-        (5, {}),
-        (5, {"num_aux_hidden_states": 5}),
-        (3, {AUX: [2, 4]}),
-        (3, {"eagle3_layers_to_capture": [1, 3, 6]}),
-        (3, {"eagle_config": {"aux_layers": [1, 3, 6]}}),
-        (3, {AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}),
-        (3, {AUX: [5, 4, 2]}),
-        (3, {"eagle_config": {AUX: [1, 1, 3]}}),
-        (3, {"target_layer_ids": [-2, 1, 3]}),
-        (3, {AUX: [1, "3", 6]}),
-    ],
-)
-def test_what_cannot_be_known_is_opened_only_with_layers_given(tmp_path, count, changes):
-    folder = write(tmp_path / "head", count, **changes)
-    with pytest.raises(MismatchError) as caught:
-        open_head(folder)
-    assert "--tap-layers" in str(caught.value)
-    given = (0, 1, 3, 6, 8)[-count:]
-    head = open_head(folder, tap_layers=given)
-    assert resolve_tap_layers(head, 8) == given
-    assert {key for key in head.config if "layer" in key and isinstance(head.config[key], list)} == {AUX}
-    assert head.config[AUX] == list(given)
-    assert head.config["eagle_config"] == {AUX: [layer - 1 for layer in given]}
+def test_what_cannot_be_known_is_opened_only_with_layers_given(tmp_path):
+    three = [{AUX: layers} for layers in ([2, 4], [5, 4, 2], [1, "3", 6])]
+    three += [{"eagle3_layers_to_capture": [1, 3, 6]}, {"target_layer_ids": [-2, 1, 3]}]
+    three += [{"eagle_config": {"aux_layers": [1, 3, 6]}}, {"eagle_config": {AUX: [1, 1, 3]}}]
+    three += [{AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}]
+    for count, changes in ((5, {}), (5, {"num_aux_hidden_states": 5}), *((3, changes) for changes in three)):
+        folder = write(tmp_path / "head", count, **changes)
+        with pytest.raises(MismatchError) as caught:
+            open_head(folder)
+        assert "--tap-layers" in str(caught.value)
+        given = (0, 1, 3, 6, 8)[-count:]
+        head = open_head(folder, tap_layers=given)
+        assert resolve_tap_layers(head, 8) == given
+        assert {key for key in head.config if "layer" in key and isinstance(head.config[key], list)} == {AUX}
+        assert head.config[AUX] == list(given)
+        assert head.config["eagle_config"] == {AUX: [layer - 1 for layer in given]}
 
 
 def test_two_equal_lists_are_told_apart_by_the_number_of_layers(tmp_path, target):
@@ -110,19 +97,16 @@ def test_fc_over_one_state_of_the_heads_width_is_skipped_by_engines(tmp_path):
         assert ["fc is not applied" in problems for problems in found] == skipped
 
 
-@pytest.mark.parametrize(
-    ("changes", "vllm", "sglang"),
-    [
+def test_what_captures_other_layers_is_said_of_each_engine(tmp_path):
+    for changes, vllm, sglang in (
         ({AUX: [2, 4, 7]}, "", "it"),
         ({"eagle_config": {AUX: [1, 3, 6]}}, "runner V1 and runner V2", ""),
         ({"target_layer_ids": [1, 3, 6]}, "runner V1", "it"),
         ({"eagle_config": {"layer_ids": [2, 4, 7]}}, "runner V1", "it"),
         ({AUX: [2, 4, 7], "eagle_config": {AUX: [1, 3, 6]}}, "", ""),
-    ],
-)
-def test_what_captures_other_layers_is_said_of_each_engine(tmp_path, changes, vllm, sglang):
-    facts = HeadFacts.of(open_head(write(tmp_path / "head", **changes)), target_layers=8)
-    for engine, readers in (("vllm", vllm), ("sglang", sglang)):
-        found = [each.problem for each in head_findings(facts, engine) if "--tap-layers 2,4,7" in each.alternative]
-        expected = [f"config.json names the tap layers where {readers} would capture others"]
-        assert found == (expected if readers else [])
+    ):
+        facts = HeadFacts.of(open_head(write(tmp_path / "head", **changes)), target_layers=8)
+        for engine, readers in (("vllm", vllm), ("sglang", sglang)):
+            found = [each.problem for each in head_findings(facts, engine) if "--tap-layers 2,4,7" in each.alternative]
+            expected = [f"config.json names the tap layers where {readers} would capture others"]
+            assert found == (expected if readers else [])

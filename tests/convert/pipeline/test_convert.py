@@ -11,19 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import (
-    Artifact,
-    CheckpointError,
-    MismatchError,
-    SourceError,
-    VocabRequest,
-    open_head,
-    pipeline,
-    plan_conversion,
-    verify_artifact,
-)
+from eagle_slim.convert import Artifact, VocabRequest, open_head, pipeline, plan_conversion, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.convert.errors import OutputExistsError
+from eagle_slim.convert.errors import CheckpointError, MismatchError, OutputExistsError, SourceError
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
@@ -32,22 +22,9 @@ from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import heads
 from support.conversion import BY_ID, by_map, convert, convert_all, written
-from support.heads import (
-    HEAD_DIM,
-    HIDDEN,
-    TOKENS,
-    VOCAB,
-    eagle3_config,
-    eagle3_tensors,
-    random,
-    target_lm_head,
-    trained_ids,
-    write_eagle1,
-    write_eagle3,
-    write_freq,
-    write_target,
-)
+from support.heads import HIDDEN, TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_target
 from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
@@ -101,29 +78,12 @@ def test_own_full_head(tmp_path, container, dtype):
 
 
 def test_config_has_what_engines_demand(tmp_path):
-    head = write_eagle3(
-        tmp_path / "head",
-        architectures=["Eagle3LlamaForCausalLM"],
-        bias=False,
-        target_hidden_size=HIDDEN,
-        tie_word_embeddings=True,
-        torch_dtype="float32",
-        num_hidden_layers=40,
-        _name_or_path="/home/someone",
-        rope_theta=5e5,
-        norm_output=True,
-        head_dim=None,
-        custom=[1, {"kept": True}],
-    )
+    kept = {"rope_theta": 5e5, "norm_output": True, "custom": [1, {"kept": True}]}
+    odd = {"architectures": ["Eagle3LlamaForCausalLM"], "bias": False, "torch_dtype": "float32", "head_dim": None}
+    odd |= {"target_hidden_size": HIDDEN, "tie_word_embeddings": True, "num_hidden_layers": 40}
+    head = write_eagle3(tmp_path / "head", **kept, **odd, _name_or_path="/home/someone")
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    expected = eagle3_config() | {
-        "draft_vocab_size": 8,
-        "rope_theta": 5e5,
-        "rope_scaling": None,
-        "mlp_bias": False,
-        "norm_output": True,
-        "custom": [1, {"kept": True}],
-    }
+    expected = heads.eagle3_config() | kept | {"draft_vocab_size": 8, "rope_scaling": None, "mlp_bias": False}
     assert config_of(done.folder) == expected
     other = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "lm", flavour="lmdeploy")
     assert config_of(other.folder) == expected | {"architectures": ["LlamaForCausalLM"]}
@@ -132,7 +92,7 @@ def test_config_has_what_engines_demand(tmp_path):
 
 
 def test_map_composed_with_map(tmp_path):
-    old = trained_ids(120, ascending=False)
+    old = heads.trained_ids(120, ascending=False)
     head = write_eagle3(tmp_path / "head", ids=old, d2t_dtype=torch.int32)
     chosen = [int(token_id) for token_id in np.random.default_rng(0).permutation(old)[:64]]
     done = convert(head, draft_vocab=64, vocabulary=by_map(tmp_path, chosen), out=tmp_path / "out")
@@ -144,7 +104,7 @@ def test_map_composed_with_map(tmp_path):
 
 
 def test_same_size_normalises_and_more_is_refused(tmp_path):
-    old = trained_ids(100, ascending=False)
+    old = heads.trained_ids(100, ascending=False)
     head = write_eagle3(tmp_path / "head", ids=old, t2d=False, spelling="layers.0")
     request = by_map(tmp_path, range(TOKENS))
     done = convert(head, draft_vocab=100, vocabulary=request, out=tmp_path / "out")
@@ -186,15 +146,10 @@ def test_rows_from_the_target(tmp_path, tied, shards, dtype):
     head = write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=None)
     done = audited(tmp_path, head, target)
     tensors = written(done.folder)
-    assert torch.equal(tensors["lm_head.weight"], target_lm_head(target)[target_ids(tensors)].bfloat16())
-    assert done.manifest.lm_head == {
-        "from": "target",
-        "tensor": "model.embed_tokens.weight" if tied else "lm_head.weight",
-        "rows": VOCAB,
-        "source_dtype": dtype,
-        "dtype": "bfloat16",
-        "rounded": dtype == "float32",
-    }
+    assert torch.equal(tensors["lm_head.weight"], heads.target_lm_head(target)[target_ids(tensors)].bfloat16())
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    found = {"from": "target", "tensor": name, "rows": VOCAB, "source_dtype": dtype}
+    assert done.manifest.lm_head == found | {"dtype": "bfloat16", "rounded": dtype == "float32"}
 
 
 def test_rows_too_large_for_the_heads_dtype(tmp_path):
@@ -227,7 +182,7 @@ def test_full_writes_no_map(tmp_path):
 
 
 ATTENTION = "midlayer.self_attn"
-HEAD_NORMS = {f"{ATTENTION}.{name}_norm.weight": random((HEAD_DIM,), 61) for name in "qk"}
+HEAD_NORMS = {f"{ATTENTION}.{name}_norm.weight": random((heads.HEAD_DIM,), 61) for name in "qk"}
 QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 SIZES = {"q": HIDDEN, "k": 16, "v": 16}
 QKV_BIASES = {f"{ATTENTION}.{name}_proj.bias": random((size,), 70) for name, size in SIZES.items()}
@@ -263,14 +218,8 @@ def test_options_of_a_head_are_carried_with_what_makes_engines_read_them(
 
 def test_norms_over_the_taps_are_carried(tmp_path):
     tensors = eagle3_tensors(rows=VOCAB, fc_norms=True, input_norm=True)
-    head = write_eagle3(
-        tmp_path / "head",
-        tensors=tensors,
-        spelling="legacy-norms",
-        fc_norm=True,
-        norm_before_fc=True,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
-    )
+    config = {"fc_norm": True, "norm_before_fc": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    head = write_eagle3(tmp_path / "head", tensors=tensors, spelling="legacy-norms", **config)
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", tap_layers=(2, 4, 5))
     found = written(done.folder)
     for name in ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "input_norm.weight"):
@@ -280,9 +229,8 @@ def test_norms_over_the_taps_are_carried(tmp_path):
     assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "vocabulary", "words"),
-    [
+def test_what_a_request_cannot_have_is_refused(tmp_path):
+    for options, vocabulary, words in (
         ({"draft_vocab": 8.0}, {}, "--draft-vocab"),
         ({"draft_vocab": True}, {}, "--draft-vocab"),
         ({"draft_vocab": 300}, {"token_map": None, "order": "ids"}, "--tokenizer"),
@@ -295,15 +243,13 @@ def test_norms_over_the_taps_are_carried(tmp_path):
         ({}, {}, "--target"),
         ({"d2t_form": "offset"}, {}, "--d2t-form"),
         ({"out": "", "force": True}, {}, "--out"),
-    ],
-)
-def test_what_a_request_cannot_have_is_refused(tmp_path, options, vocabulary, words):
-    head, ranked = write_eagle3(tmp_path / "head", lm_head=words != "--target"), by_map(tmp_path, RANKED)
-    plain = {"draft_vocab": 8, "out": tmp_path / "out"}
-    with pytest.raises(UsageError) as caught:
-        convert(head, **{**plain, "vocabulary": replace(ranked, **vocabulary), **options})
-    assert words in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    ):
+        head, ranked = write_eagle3(tmp_path / "head", lm_head=words != "--target"), by_map(tmp_path, RANKED)
+        plain = {"draft_vocab": 8, "out": tmp_path / "out"}
+        with pytest.raises(UsageError) as caught:
+            convert(head, **{**plain, "vocabulary": replace(ranked, **vocabulary), **options})
+        assert words in str(caught.value)
+        assert not (tmp_path / "out").exists()
 
 
 def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
@@ -324,14 +270,9 @@ def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
 @pytest.mark.parametrize("target_hidden", [HIDDEN, 2 * HIDDEN])
 def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidden):
     tensors = eagle3_tensors(rows=None, target_hidden=target_hidden, embedding=True)
-    head = write_eagle3(
-        tmp_path / "head",
-        tensors=tensors,
-        tie_word_embeddings=True,
-        target_hidden_size=target_hidden,
-        draft_vocab_size=None,
-    )
-    assert target_hidden != HIDDEN or not torch.equal(target_lm_head(target), tensors["embed_tokens.weight"])
+    config = {"tie_word_embeddings": True, "target_hidden_size": target_hidden, "draft_vocab_size": None}
+    head = write_eagle3(tmp_path / "head", tensors=tensors, **config)
+    assert target_hidden != HIDDEN or not torch.equal(heads.target_lm_head(target), tensors["embed_tokens.weight"])
     done = audited(tmp_path, head)
     found = written(done.folder)
     assert torch.equal(found["lm_head.weight"], tensors["embed_tokens.weight"][sorted(RANKED[:8])])
@@ -341,7 +282,7 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
     assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
 
 
-@pytest.mark.parametrize("ids", [None, trained_ids()])
+@pytest.mark.parametrize("ids", [None, heads.trained_ids()])
 def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
     """The head pads the target's 300 ids to 384; the tokenizer has tokens beyond them."""
     config = json.loads((target / "config.json").read_text())
@@ -351,7 +292,7 @@ def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
     done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert target_ids(written(done.folder)).max() < 300
     # An artifact that was made without the target may have such ids.
-    made = convert(head, draft_vocab=200, vocabulary=by_map(tmp_path, trained_ids()), out=tmp_path / "made")
+    made = convert(head, draft_vocab=200, vocabulary=by_map(tmp_path, heads.trained_ids()), out=tmp_path / "made")
     assert made.manifest.rank_order_ids.max() >= 300
     cut = convert(made.folder, draft_vocab=150, target=target, out=tmp_path / "cut")
     assert target_ids(written(cut.folder)).max() < 300
@@ -414,7 +355,7 @@ def test_eagle1_keeps_its_biases_with_the_flags_of_every_engine(tmp_path, target
 
 
 def test_eagle1_keeps_its_norms(tmp_path):
-    own = {f"layers.0.self_attn.{name}_norm.weight": random((HEAD_DIM,), 90) for name in "qk"}
+    own = {f"layers.0.self_attn.{name}_norm.weight": random((heads.HEAD_DIM,), 90) for name in "qk"}
     done = audited(tmp_path, write_eagle1(tmp_path / "head", extra=own))
     assert all(torch.equal(written(done.folder)[name], tensor) for name, tensor in own.items())
     assert any("raise ValueError with an EAGLE-1/2 head" in warning for warning in done.manifest.warnings)
@@ -486,7 +427,7 @@ def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path,
     found = written(done.folder)
     ids = (found["d2t"] + torch.arange(350)).tolist()
     assert max(ids) < TOKENS
-    rows = tensors["lm_head.weight"] if own else target_lm_head(target)
+    rows = tensors["lm_head.weight"] if own else heads.target_lm_head(target)
     assert torch.equal(found["lm_head.weight"], rows[ids])
     assert len(found["t2d"]) == head_vocab
     assert verify_artifact(done.folder, head=head, target=target).ok
@@ -535,9 +476,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
         ({"draft_vocab": 300, "coverage": 0.9}, "not both"),
         ({"draft_vocab": 300, "offline": True}, "--offline"),
         ({"coverage": 0.9, "vocabulary": BY_ID}, "--coverage"),
-        ({"coverage": 0}, "is not a share of tokens"),
-        ({"coverage": 1.5}, "is not a share of tokens"),
-        ({"coverage": float("nan")}, "is not a share of tokens"),
+        *(({"coverage": share}, "is not a share of tokens") for share in (0, 1.5, float("nan"))),
         ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), weights={"nope": 3.0})}, "nope"),
         ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), floors={"nope": 0.9})}, "nope"),
         ({"draft_vocab": "full", "vocabulary": VocabRequest(corpus=(source,), floors={"chat": 0.9})}, "--floor"),
@@ -565,9 +504,9 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with pytest.raises(UsageError, match=r"200.*259"):
         convert(first.folder, draft_vocab=200, out=tmp_path / "less")
-    for option, request in (("--weights", {"weights": {"chat": 2.0}}), ("--floor", {"floors": {"chat": 0.9}})):
+    for kind, option in (("weights", "--weights"), ("floors", "--floor")):
         with raises(UsageError, option=option):
-            convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(**request), out=tmp_path / "no")
+            convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(**{kind: {"a": 0.9}}), out=tmp_path / "no")
     other = shutil.copytree(target, tmp_path / "other")
     write_folder(other, byte_level_bpe(TOKENS - 9))
     for vocabulary in (VocabRequest(), BY_ID, VocabRequest(counts=(token_counts([3] * 300),))):
@@ -579,13 +518,8 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
 
 
 def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
-    first = convert(
-        write_eagle3(tmp_path / "head"),
-        draft_vocab=320,
-        vocabulary=BY_ID,
-        target=target,
-        out=tmp_path / "first",
-    )
+    head = write_eagle3(tmp_path / "head")
+    first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
     named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
     change_manifest(first.folder, lambda manifest: manifest.update(target=named))
     again = convert(first.folder, draft_vocab=280, out=tmp_path / "again")
@@ -639,12 +573,8 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
     done = convert(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
     assert any("from the table of public heads" in line for line in said)
     assert any("ultrachat_200k (MIT" in line for line in said)
-    assert (asked[0].location, asked[0].split, asked[0].roles) == (
-        "HuggingFaceH4/ultrachat_200k",
-        "train_sft",
-        "assistant",
-    )
-    assert asked[0].max_tokens == 10_000_000
+    assert (asked[0].location, asked[0].split) == ("HuggingFaceH4/ultrachat_200k", "train_sft")
+    assert (asked[0].roles, asked[0].max_tokens) == ("assistant", 10_000_000)
     assert done.manifest.coverage is None
 
 
@@ -699,7 +629,7 @@ def test_force_replaces_an_artifact_and_nothing_else(tmp_path, target):
 
 def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
     head = write_eagle1(tmp_path / "old", extra={"fc.bias": random((HIDDEN,), 1)})
-    ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(330)))
+    ranking = ("--token-map", heads.write_freq(tmp_path / "freq.pt", range(330)))
     arguments = (convert_command, head, *ranking, "--draft-vocab", "310,320", "--out", "o")
     (_, _, dry), (_, out, _), (code, _, real) = (
         run(*arguments, *more) for more in (["--dry-run"], ["--dry-run", "--json"], [])

@@ -6,14 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import (
-    Artifact,
-    CheckpointError,
-    MismatchError,
-    UnsupportedHeadError,
-    open_head,
-    verify_artifact,
-)
+from eagle_slim.convert import Artifact, open_head, verify_artifact
+from eagle_slim.convert.errors import CheckpointError, MismatchError, UnsupportedHeadError
 from eagle_slim.convert.heads.dflash import QWEN3_DEFAULTS
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.errors import UsageError

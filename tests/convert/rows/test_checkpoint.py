@@ -39,15 +39,6 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
 def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -58,13 +49,9 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: Container) -> None:
-    tensors = {
-        "matrix": random_bits((37, 5), dtype),
-        "cube": random_bits((4, 3, 2), dtype, 1),
-        "vector": random_bits((9,), dtype, 2),
-        "scalar": random_bits((1,), dtype, 3)[0],
-        "empty": random_bits((0, 4), dtype),
-    }
+    shapes = {"matrix": (37, 5), "cube": (4, 3, 2), "vector": (9,), "empty": (0, 4)}
+    tensors = {name: random_bits(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    tensors["scalar"] = random_bits((1,), dtype, 4)[0]
     write_tensors(tmp_path, tensors, suffix)
     checkpoint = open_checkpoint(tmp_path)
     assert set(checkpoint.names) == set(tensors)
@@ -110,12 +97,8 @@ def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
 def test_a_bin_of_a_later_pickle_protocol(tmp_path: Path, protocol: int) -> None:
     """Names that are also names of classes, shared storages, and more tensors than one byte counts."""
     base = torch.arange(24.0).reshape(6, 4)
-    tensors = {
-        "torch": base,
-        "OrderedDict": base.t(),
-        "p": torch.nn.Parameter(torch.ones(2)),
-        "ü": base[2:4].bfloat16(),
-    }
+    tensors = {"torch": base, "OrderedDict": base.t(), "ü": base[2:4].bfloat16()}
+    tensors["p"] = torch.nn.Parameter(torch.ones(2))
     tensors |= {f"t{number}": torch.full((2,), float(number)) for number in range(300)}
     torch.save(tensors, tmp_path / "pytorch_model.bin", pickle_protocol=protocol)
     checkpoint = open_checkpoint(tmp_path)
@@ -184,17 +167,14 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     assert torch.equal(open_checkpoint(tmp_path).tensor("lm_head.weight"), two["lm_head.weight"])
 
 
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [
+def test_choice_of_weights() -> None:
+    for names, chosen in (
         (["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"], "model.safetensors"),
         (["pytorch_model.bin", "model.safetensors.index.json"], "model.safetensors.index.json"),
         (["training_args.bin", "eagle3.safetensors", "consolidated.safetensors"], "eagle3.safetensors"),
         (["pytorch_model.bin.index.json", "rng.pt"], "pytorch_model.bin.index.json"),
-    ],
-)
-def test_choice_of_weights(names: list[str], chosen: str) -> None:
-    assert choose_weights(names, "here") == chosen
+    ):
+        assert choose_weights(names, "here") == chosen
 
 
 @pytest.mark.parametrize(
@@ -222,9 +202,9 @@ def test_lm_head_names() -> None:
         assert find_lm_head(["model.embed_tokens.weight", other], "t", tied=True) == "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize(
-    ("config", "tied"),
-    [
+def test_whether_a_target_ties_its_lm_head(tmp_path: Path) -> None:
+    assert ties_embedding(tmp_path) is None
+    for config, tied in (
         ("{}", None),
         ('{"tie_word_embeddings": true}', True),
         ('{"tie_word_embeddings": false}', False),
@@ -232,12 +212,9 @@ def test_lm_head_names() -> None:
         ('{"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}', None),
         ("[1]", None),
         ("{", None),
-    ],
-)
-def test_whether_a_target_ties_its_lm_head(tmp_path: Path, config: str, tied: bool | None) -> None:
-    assert ties_embedding(tmp_path) is None
-    (tmp_path / "config.json").write_text(config)
-    assert ties_embedding(tmp_path) is tied
+    ):
+        (tmp_path / "config.json").write_text(config)
+        assert ties_embedding(tmp_path) is tied
 
 
 def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> None:
@@ -261,21 +238,17 @@ def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
 # -- refusals: safetensors --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"<!DOCTYPE html><html>" + b" " * 100,
-        safetensors_bytes({"a": entry()}, b"1234567"),
-        safetensors_bytes({"a": entry(shape=(1 << 62, 1 << 62))}, b"12345678"),
-    ],
-    ids=["empty", "html", "truncated", "huge"],
-)
-def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with raises_with(CheckpointError, str(path)):
-        open_checkpoint(tmp_path)
+def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path, entry = tmp_path / "model.safetensors", {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    truncated, huge = ({"a": entry | {"shape": shape}} for shape in ([2], [1 << 62, 1 << 62]))
+    packed = [
+        struct.pack("<Q", len(json.dumps(header))) + json.dumps(header).encode() + bytes(size)
+        for header, size in ((truncated, 7), (huge, 8))
+    ]
+    for content in (b"", b"<!DOCTYPE html><html>" + b" " * 100, *packed):
+        path.write_bytes(content)
+        with raises_with(CheckpointError, str(path)):
+            open_checkpoint(tmp_path)
 
 
 def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
@@ -310,47 +283,22 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
 # -- refusals: indexes and links --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [
-        "../evil.safetensors",
-        "/etc/passwd",
-        "/tmp/x.safetensors",
-        "a/../../x.safetensors",
-        "",
-        ".",
-        "x\0.safetensors",
-        "a\\b.safetensors",
-        7,
-        None,
-        ["x.safetensors"],
-        "config.json",
-    ],
-)
-def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
-    save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
-    write_index(tmp_path, {"a": shard})
-    with raises_with(CheckpointError, repr(shard)):
-        open_checkpoint(tmp_path)
+def test_shard_names_that_lead_elsewhere(tmp_path: Path) -> None:
+    outside = ("../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "a\\b.safetensors")
+    for shard in (*outside, "", ".", "x\0.safetensors", "config.json", 7, None, ["x.safetensors"]):
+        save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
+        write_index(tmp_path, {"a": shard})
+        with raises_with(CheckpointError, repr(shard)):
+            open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"weight_map": {}}',
-        '{"weight_map": []}',
-        '{"weight_map": {"a":',
-        '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}',
-    ],
-)
-def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path, text: str) -> None:
+def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with raises_with(CheckpointError, "x.safetensors" if "x.s" in text else "model.safetensors.index.json"):
-        open_checkpoint(tmp_path)
+    one_too_many = '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}'
+    for text in ("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":', one_too_many):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with raises_with(CheckpointError, "x.safetensors" if "x.s" in text else "model.safetensors.index.json"):
+            open_checkpoint(tmp_path)
 
 
 # -- refusals: pickles ------------------------------------------------------------------------------------------------
@@ -375,9 +323,8 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
     assert not proof.exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
+def test_pickles_of_other_things(tmp_path: Path) -> None:
+    for value, words in (
         ([torch.ones(1)], ["list"]),
         ({}, ["dict"]),
         ({"step": 3, "a": torch.ones(1)}, ["step", "int"]),
@@ -385,12 +332,10 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
         ({3: torch.ones(1)}, ["3", "Tensor"]),
         ({"a": torch.ones(3).to_sparse()}, ["a"]),
         ({"a": torch.ones(3, dtype=torch.complex128)}, ["a", "complex128"]),
-    ],
-)
-def test_pickles_of_other_things(tmp_path: Path, value: Any, words: list[str]) -> None:
-    torch.save(value, tmp_path / "pytorch_model.bin")
-    with raises_with(CheckpointError, *words):
-        open_checkpoint(tmp_path)
+    ):
+        torch.save(value, tmp_path / "pytorch_model.bin")
+        with raises_with(CheckpointError, *words):
+            open_checkpoint(tmp_path)
 
 
 def test_truncated_bin(tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ from safetensors.torch import save_file
 
 
 def raw(tensor):
-    """The bytes of a tensor, uint8 [rows, row_bytes]."""
     rows = tensor.shape[0] if tensor.dim() else 1
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return flat.reshape(rows, -1).numpy() if tensor.numel() else np.empty((rows, 0), np.uint8)
 
 
 def short(dtype):
-    """How safetensors spells a dtype."""
     return next(name for name, long_name in LONG_NAMES.items() if f"torch.{long_name}" == str(dtype))
 
 

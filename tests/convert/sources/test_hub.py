@@ -116,11 +116,8 @@ def test_a_flipped_bit_in_the_cache_of_the_hub_is_found_by_the_name_of_the_file(
 
 def test_a_whole_model_is_refused_before_its_shards_are_fetched(hub: HubServer, home: Path) -> None:
     shards = {"model.embed_tokens.weight": "model-1-of-2.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}
-    files: dict[str, bytes | str] = {
-        "config.json": "{}",
-        "model.safetensors.index.json": json.dumps({"weight_map": shards}),
-        **{shard: save({name: torch.zeros(4)}) for name, shard in shards.items()},
-    }
+    files = {"config.json": "{}", "model.safetensors.index.json": json.dumps({"weight_map": shards})}
+    files |= {shard: save({name: torch.zeros(4)}) for name, shard in shards.items()}
     hub.add_model("org/model", files)
     with pytest.raises(UnsupportedHeadError, match="neither an EAGLE-3 head"):
         open_head_source("org/model")
@@ -233,7 +230,6 @@ API = "/api/models/org/head"
 FAULTS = {
     "silent": (API, Fault(silent=True), "unreachable"),
     "dropped": (API, Fault(unanswered=True), "unreachable"),
-    "busy": (API, Fault(status=503), "busy"),
     "quota": (API, Fault(status=402), "refused"),
     "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
     "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),

@@ -102,27 +102,18 @@ def test_rows_of_another_dtype_that_were_signed_are_found_at_the_source(slim, ma
     assert (failed.name, "'BF16', (320, 32)" in failed.detail) == ("lm_head rows of the source", True)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "failing"),
-    [
-        ("tie_word_embeddings", True, "config values"),
-        ("bias", True, "config values"),
-        ("draft_vocab_size", 319, "config values"),
-        ("vocab_size", VOCAB + 1, "config values"),
-        ("architectures", ["LlamaForCausalLM"], "config values"),
-        ("target_hidden_size", HIDDEN, "config values"),
-        ("norm_before_fc", True, "config values"),
-        ("eagle_aux_hidden_state_layer_ids", [1, 4, 5], "tap layers in config"),
-        # What only the source tells.
-        ("rope_theta", 500000.0, "config of the source head"),
-        ("num_attention_heads", 8, "config of the source head"),
-        ("surprise", 1, "config of the source head"),
-    ],
-)
-def test_faults_of_the_configuration(slim, made, key, value, failing):
-    if key == "num_attention_heads":
-        change_config(slim, lambda config: config.update(num_key_value_heads=4, head_dim=4))
-    change_config(slim, lambda config: config.update({key: value}))
+VALUES = {"tie_word_embeddings": True, "bias": True, "draft_vocab_size": 319, "vocab_size": VOCAB + 1}
+VALUES |= {"architectures": ["LlamaForCausalLM"], "target_hidden_size": HIDDEN, "norm_before_fc": True}
+FAULTS = [({key: value}, "config values") for key, value in VALUES.items()]
+FAULTS += [({"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "tap layers in config")]
+# What only the source tells.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+FAULTS += [(changes, "config of the source head") for changes in ({"rope_theta": 500000.0}, HEADS, {"surprise": 1})]
+
+
+@pytest.mark.parametrize(("changes", "failing"), FAULTS)
+def test_faults_of_the_configuration(slim, made, changes, failing):
+    change_config(slim, lambda config: config.update(changes))
     result = verify(slim, made)
     assert failing in {check.name for check in result.failed}
     assert result["file checksums"].status == "ok"
@@ -206,17 +197,11 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
     assert all("--" in reason for reason in skipped.values())
 
 
-@pytest.mark.parametrize(
-    ("named", "checks"),
-    [
-        ("head", ["tensors of the source head", "config of the source head"]),
-        ("target", ["target"]),
-        ("tokenizer", ["tokenizer"]),
-    ],
-)
-def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, checks):
-    result = verify_artifact(slim, offline=True, **{named: tmp_path / "nope"})
-    assert [found.name for found in result.failed] == checks
+def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path):
+    of_the_head = ["tensors of the source head", "config of the source head"]
+    for named, checks in (("head", of_the_head), ("target", ["target"]), ("tokenizer", ["tokenizer"])):
+        result = verify_artifact(slim, offline=True, **{named: tmp_path / "nope"})
+        assert [found.name for found in result.failed] == checks
 
 
 def test_faults_of_an_eagle1_artifact(made, tmp_path):

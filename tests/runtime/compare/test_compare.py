@@ -46,9 +46,7 @@ def drafted(result: Comparison) -> list[Candidate]:
     return list(dict.fromkeys(row.candidate for row in result.rows if not row.candidate.is_plain))
 
 
-def test_where_the_target_promises_it_a_difference_is_an_error(
-    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_is_an_error_where_none_may_be(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, made = [Prompt(("one two",)), Prompt(("three", "four"))], SpeculativeModel.generate
 
     def promise(proof: str | None, is_spoiled: bool) -> None:
@@ -110,23 +108,15 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     one = [Prompt(("one",))]
     result = compare(model, one, greedy("full", VOCAB, 300))
     assert [each.label for each in drafted(result)] == [FULL, "300"]
-    slim = SpeculativeModel.from_pretrained(
-        tiny_target("llama", vocab_size=VOCAB),
-        write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
-        tokenizer=model.tokenizer,
-        tree=TreeConfig.of(5, 2),
-    )
+    target, head = tiny_target("llama", vocab_size=VOCAB), write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB)
+    slim = SpeculativeModel.from_pretrained(target, head, tokenizer=model.tokenizer, tree=TreeConfig.of(5, 2))
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
-    other = SpeculativeModel.from_pretrained(
-        model.target.model,
-        write_head(tmp_path / "other", vocab=VOCAB),
-        tokenizer=model.tokenizer,
-        tree=TreeConfig.of(1, 2),
-    )
+    target, head = model.target.model, write_head(tmp_path / "other", vocab=VOCAB)
+    other = SpeculativeModel.from_pretrained(target, head, tokenizer=model.tokenizer, tree=TreeConfig.of(1, 2))
     trees = (TreeConfig(2, 8, 40), None)
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
     labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "auto")]
@@ -149,12 +139,8 @@ def test_a_single_category_has_no_rows_of_its_own(model: SpeculativeModel) -> No
 
 def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: SpeculativeModel) -> None:
     with raises(PromptError) as caught:
-        compare(
-            model,
-            [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))],
-            greedy(),
-            progress=lambda *_: pytest.fail("measured"),
-        )
+        prompts = [Prompt((text,)) for text in ("one", "two", "x " * 300)]
+        compare(model, prompts, greedy(), progress=lambda *_: pytest.fail("measured"))
     assert caught.value.prompt == 2
 
 
@@ -187,9 +173,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., bool], B
 
 
 @pytest.mark.parametrize("fault", [DeviceMemoryError, LogitsError])
-def test_a_batch_that_cannot_be_answered_costs_no_other(
-    model: SpeculativeModel, failing: Callable[..., None], fault: type[EagleSlimError]
-) -> None:
+def test_batches_that_fail(model: SpeculativeModel, failing: Callable[..., None], fault: type[EagleSlimError]) -> None:
     failing(lambda draft_vocab, ids: len(ids) == 2, fault("too small"))
     result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
     assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
@@ -213,9 +197,7 @@ def test_a_later_turn_that_the_template_refuses_is_left_out(model: SpeculativeMo
     assert re.match("turn 2 left out: .*one turn", omission.message)
 
 
-def test_a_candidate_that_fails_from_a_prompt_on_costs_no_other(
-    model: SpeculativeModel, failing: Callable[..., None]
-) -> None:
+def test_a_candidate_that_fails_costs_no_other(model: SpeculativeModel, failing: Callable[..., None]) -> None:
     prompts = [Prompt((f"question {number}",)) for number in range(9)]
     asked = Counter[int]()
 
@@ -225,11 +207,8 @@ def test_a_candidate_that_fails_from_a_prompt_on_costs_no_other(
 
     failing(is_broken, RuntimeError("CUDA error: an illegal\nmemory access"))
     result = compare(model, prompts, greedy("full", 300))
-    assert [(row.label, row.num_answers, row.num_prompts, row.is_compared) for row in result.rows] == [
-        (PLAIN, 9, 9, True),
-        (FULL, 9, 9, True),
-        ("300", 3, 3, False),
-    ]
+    found = [(row.label, row.num_answers, row.num_prompts, row.is_compared) for row in result.rows]
+    assert found == [(PLAIN, 9, 9, True), (FULL, 9, 9, True), ("300", 3, 3, False)]
     alone = result.rows[2]
     assert alone.stats.num_new_tokens == sum(a.stats.num_new_tokens for a in result.answers if a.candidate == "300")
     assert alone.speedup is not None
@@ -254,9 +233,7 @@ def test_a_single_failure_leaves_its_turn_out_for_all(model: SpeculativeModel, f
     assert [row.num_answers for row in result.rows] == [2] * 3
 
 
-def test_candidates_that_fail_one_after_another_keep_their_figures(
-    model: SpeculativeModel, failing: Callable[..., None]
-) -> None:
+def test_candidates_that_fail_in_turn_keep_their_figures(model: SpeculativeModel, failing: Callable[..., None]) -> None:
     prompts = [Prompt((text,)) for text in ("one", "two")]
     broken = dict(zip((VOCAB, 300), (model.encode_chat(prompt.turns[0]) for prompt in prompts), strict=True))
     failing(lambda draft_vocab, ids: ids[0] == broken.get(draft_vocab), RuntimeError("no"))

@@ -19,41 +19,29 @@ def test_turns_and_categories(tmp_path: Path) -> None:
     assert load_prompts(path, limit=1) == [Prompt(("One?", "Two?"), "writing")]
 
 
-def test_plain_text(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("Why is the sky blue?\n\n  [1, 2] is a list  \n")
-    assert load_prompts(path) == [Prompt(("Why is the sky blue?",)), Prompt(("[1, 2] is a list",))]
+READ = {
+    "plain text": ("Why is the sky blue?\n\n  [1, 2] is a list  \n", ["Why is the sky blue?", "[1, 2] is a list"]),
+    "text like a list": ('["Why is the sky blue?"]\n', ['["Why is the sky blue?"]']),
+    "text like a list of numbers": ("[1]\n", ["[1]"]),
+    "odd marks and ends": ('\ufeff{"turns": ["a\u2028b"]}\r\n{"turns": ["c\x85"]}\r\n', ["a\u2028b", "c\x85"]),
+    "prompts and questions": ('{"prompt": "Why?"}\n{"question": "How?", "answer": "So."}', ["Why?", "How?"]),
+}
 
 
-@pytest.mark.parametrize("line", ['["Why is the sky blue?"]', "[1]"], ids=len)
-def test_text_that_looks_like_a_list(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text(line + "\n")
-    assert load_prompts(path) == [Prompt((line,))]
+@pytest.mark.parametrize("form", READ)
+def test_forms(tmp_path: Path, form: str) -> None:
+    text, prompts = READ[form]
+    path = tmp_path / ("prompts.jsonl" if "{" in text else "prompts.txt")
+    path.write_bytes(text.encode())
+    assert load_prompts(path) == [Prompt((prompt,)) for prompt in prompts]
 
 
-def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + '{"turns": ["a\u2028b"]}\r\n{"turns": ["c\x85"]}\r\n'.encode())
-    assert load_prompts(path) == [Prompt(("a\u2028b",)), Prompt(("c\x85",))]
+FIRST = ["[]", "null", '{"turns": []}', '{"turns": [" "]}', '{"prompt": ["Hi"]}', '{"messages": []}', "[" * 99999]
+SECOND = ['{"turns": ["a"]}\n{"turns": 3}', '{"turns": ["a"]}\nplain', '{"prompt": "a"}\n{"prompt": "\\ud83d"}']
+BAD = [("", "no prompt"), *((text, "line 1") for text in FIRST), *((text, "line 2") for text in SECOND)]
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("", "no prompt"),
-        ("[]", "line 1"),
-        ('{"turns": ["a"]}\n{"turns": 3}', "line 2"),
-        ("null", "line 1"),
-        ('{"turns": ["a"]}\nplain', "line 2"),
-        ('{"turns": []}', "line 1"),
-        ('{"turns": [" "]}', "line 1"),
-        ('{"prompt": ["Hi"]}', "line 1"),
-        ('{"messages": []}', "line 1"),
-        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2"),
-        pytest.param("[" * 99999, "line 1", id="deep"),
-    ],
-)
+@pytest.mark.parametrize(("text", "place"), BAD, ids=lambda value: value[:40])
 def test_bad_files(tmp_path: Path, text: str, place: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
@@ -61,9 +49,3 @@ def test_bad_files(tmp_path: Path, text: str, place: str) -> None:
         load_prompts(path)
     with raises(PromptFileError):
         load_prompts(tmp_path / "missing")
-
-
-def test_prompts_and_questions(tmp_path: Path) -> None:
-    path = tmp_path / "mixed.jsonl"
-    path.write_text('{"prompt": "Why?"}\n{"question": "How?", "answer": "So."}')
-    assert load_prompts(path) == [Prompt(("Why?",)), Prompt(("How?",))]

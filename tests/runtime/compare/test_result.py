@@ -29,13 +29,8 @@ def made_up(
         for group in range(20):
             lengths = {1: 10} if length == 1 else {2: round(10 * (3 - length)), 3: round(10 * (length - 2))}
             step = (0.0, seconds, 0.0) if label == PLAIN else (seconds - 0.05, 0.04, 0.01)
-            stats = GenerationStats(
-                lengths,
-                num_new_tokens=3,
-                total_s=seconds * 10,
-                steps=(StepTimes(*step),) * 10,
-                missed_ids={7: 1} if label != PLAIN else {},
-            )
+            steps, missed = (StepTimes(*step),) * 10, {7: 1} if label != PLAIN else {}
+            stats = GenerationStats(lengths, num_new_tokens=3, total_s=seconds * 10, steps=steps, missed_ids=missed)
             category = ("math", "</script><b>H")[group % 2]
             answers.append(Answer("greedy", 1, group, 0, label, category, 1, 1, stats))
     model: Any = None
@@ -44,18 +39,9 @@ def made_up(
         for label, (size, _, _) in speeds.items()
     ]
     options = CompareOptions(modes=("greedy",), max_new_tokens=24)
-    setup = {
-        "target": "T",
-        "heads": ["</script><b>H"],
-        "device": "D",
-        "dtype": "float32",
-        "drafter": "reference",
-        "draft_weights": "fp32",
-        "trees": ["3/4/25"],
-        "num_prompts": 20,
-        "max_new_tokens": 24,
-        "versions": {},
-    }
+    setup: dict[str, Any] = {"target": "T", "heads": ["</script><b>H"], "device": "D", "dtype": "float32"}
+    setup |= {"drafter": "reference", "draft_weights": "fp32", "trees": ["3/4/25"], "num_prompts": 20}
+    setup |= {"max_new_tokens": 24, "versions": {}}
     answers = [answer for answer in answers if answer.candidate not in unmeasured]
     rows = build_rows([Candidate(PLAIN, PLAIN, model), *drafted], options, answers)
     return Comparison(rows, setup, recommend(rows), answers)

@@ -56,20 +56,9 @@ def advise(sizes: dict[str, Timings], draft_bytes: dict[str, int], plain: Timing
     rows = []
     for name, each in found.items():
         size = draft_bytes.get(name, 0)
-        rows.append(
-            ComparisonRow(
-                Candidate(name, name, NO_MODEL, size, size, tree=TREE),
-                "greedy",
-                1,
-                ALL,
-                num_prompts,
-                num_prompts,
-                num_prompts,
-                GenerationStats({1: 1}),
-                each,
-                ratio(each, found[PLAIN], num_prompts),
-            )
-        )
+        candidate, counts = Candidate(name, name, NO_MODEL, size, size, tree=TREE), [num_prompts] * 3
+        measured = GenerationStats({1: 1}), each, ratio(each, found[PLAIN], num_prompts)
+        rows.append(ComparisonRow(candidate, "greedy", 1, ALL, *counts, *measured))
     return recommend(rows)[0]
 
 
@@ -138,11 +127,8 @@ def test_one_stall_changes_no_verdict() -> None:
 
 
 def test_verifying_is_one_quantity_for_all_sizes() -> None:
-    sizes = {
-        "full": timings(0.060, 2.5, seed=1),
-        "16384": timings(0.030, 2.5, seed=3),
-        "4096": timings(0.020, 2.45, seed=2),
-    }
+    sizes = {"full": timings(0.060, 2.5, seed=1), "16384": timings(0.030, 2.5, seed=3)}
+    sizes["4096"] = timings(0.020, 2.45, seed=2)
     busy = {**sizes, "4096": replace(sizes["4096"], times_s=sizes["4096"].times_s * [1, 16, 1])}  # 1,088 beside 68 ms
     found = measure(busy)
     assert found["4096"].verify_s == found["full"].verify_s == pytest.approx(VERIFY_S, rel=0.05)

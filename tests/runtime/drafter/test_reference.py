@@ -18,7 +18,7 @@ from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.naive_drafter import Naive
 from support.raising import raises
-from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head
+from support.tiny_models import HIDDEN, LAYERS, LLAMA3_ROPE, VOCAB, YARN_ROPE, tiny_target, write_head
 from torch import Tensor
 
 TREE = TreeConfig(depth=3, top_k=3, total_tokens=16)
@@ -49,33 +49,26 @@ def head_norms(layer: str) -> dict[str, Tensor]:
     return {f"{layer}self_attn.{name}_norm.weight": torch.linspace(0.5, end, 8) for name, end in (("q", 6), ("k", 3))}
 
 
+def biases(sizes: dict[str, int]) -> dict[str, Tensor]:
+    return {f"midlayer.{name}_proj.bias": torch.linspace(-0.5, 0.5, size) for name, size in sizes.items()}
+
+
+TAP_NORMS = {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "map": {"draft_ids": [5, 2, 19, 7, 8, 22, 11]},
     "bias": {"attention_bias": True},
-    "output-bias": {
-        "attention_bias": True,
-        "extra": {"midlayer.self_attn.o_proj.bias": torch.linspace(-0.5, 0.5, HIDDEN)},
-    },
+    "output-bias": {"attention_bias": True, "extra": biases({"self_attn.o": HIDDEN})},
     "gelu": {"hidden_act": "gelu"},
     "gelu-tanh": {"hidden_act": "gelu_new"},
     "norm-output": {"norm_output": True},
     "norm-before-residual": {"norm_before_residual": True},
     "input-norm": {"norm_before_fc": True, "extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)}},
-    "fc-norm": {
-        "fc_norm": True,
-        "extra": {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)},
-    },
+    "fc-norm": {"fc_norm": True, "extra": TAP_NORMS},
     "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
     "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
     "window-of-one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
-    "mlp-bias": {
-        "mlp_bias": True,
-        "extra": {
-            f"midlayer.mlp.{name}_proj.bias": torch.linspace(-0.5, 0.5, size)
-            for name, size in (("gate", 48), ("up", 48), ("down", HIDDEN))
-        },
-    },
+    "mlp-bias": {"mlp_bias": True, "extra": biases({"mlp.gate": 48, "mlp.up": 48, "mlp.down": HIDDEN})},
     "head-norms": {"extra": head_norms("midlayer.")},
     "eagle-1": {"kind": "eagle"},
     "eagle-1-head-norms": {"kind": "eagle", "extra": head_norms("layers.0.")},
@@ -144,14 +137,8 @@ def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) ->
         None,
         {"rope_type": "linear", "factor": 4.0},
         {"type": "linear", "factor": 4.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        LLAMA3_ROPE,
+        YARN_ROPE,
     ],
     ids=["none", "linear", "linear-legacy", "llama3", "yarn"],
 )
@@ -168,12 +155,8 @@ def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> N
         assert not torch.allclose(tables[0], plain.tables(200)[0])
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 5.0],
-    "original_max_position_embeddings": 64,
-}
+LONGROPE: dict[str, Any] = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
+LONGROPE |= {"rope_type": "longrope", "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize("scaling", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=["longrope", "dynamic"])

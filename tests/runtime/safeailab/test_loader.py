@@ -43,9 +43,7 @@ def test_passes_of_the_slim_head_here(slim: Path) -> None:
 
 @NEEDS_UPSTREAM
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*generative:UserWarning")
-def test_upstream_loads_the_slim_head_and_needs_as_many_passes(
-    slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upstream_needs_as_many_passes(slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its loader asks the Hub for pytorch_model.bin before it reads model.safetensors.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(sys, "path", [str(UPSTREAM), *sys.path])
@@ -59,15 +57,9 @@ def test_upstream_loads_the_slim_head_and_needs_as_many_passes(
         index = {"metadata": {}, "weight_map": dict.fromkeys(weights.keys(), "model.safetensors")}
     # Upstream finds the embedding through an index only.
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = EaModel.from_pretrained(
-        use_eagle3=True,
-        base_model_path=str(base),
-        ea_model_path=str(slim),
-        total_token=60,
-        depth=5,
-        top_k=10,
-        torch_dtype=torch.float32,
-    ).eval()
+    sizes = {"total_token": 60, "depth": 5, "top_k": 10, "torch_dtype": torch.float32}
+    paths = {"base_model_path": str(base), "ea_model_path": str(slim)}
+    model = EaModel.from_pretrained(use_eagle3=True, **paths, **sizes).eval()
     assert model.ea_layer.lm_head.weight.shape[0] == 16384
     found = []
     for text in questions():

@@ -215,9 +215,7 @@ def _with_top_p(_: Any, temperature: float) -> Any:
 
 @pytest.mark.parametrize("processor", [None, _with_top_p], ids=["temperature", "top-p"])
 @pytest.mark.parametrize("patch", FUSED)
-def test_sampled_tokens_are_the_targets_own_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str, processor: Any
-) -> None:
+def test_sampled_tokens_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str, processor: Any) -> None:
     """Every token wins the race that the pass's key for its depth starts after all tokens before it."""
     if processor is not None:
         monkeypatch.setattr(upstream_stand_in.EaModel, "processor", processor)
@@ -338,9 +336,7 @@ def test_the_tree_may_change_between_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_inference_mode_may_come_and_go_and_buffers_grow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str
-) -> None:
+def test_inference_mode_comes_and_buffers_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str) -> None:
     monkeypatch.setattr(drafting, "_FIRST_CAPACITY", 8)
     model = build("stand-in eagle3", tmp_path)
     wanted, start = (model.eagenerate(prompt(model), max_new_tokens=count) for count in (24, 6))
@@ -415,12 +411,8 @@ def test_another_layer_than_was_patched_is_refused(tmp_path: Path) -> None:
     assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)
     model.ea_layer = new
     unpatch_eagle_model(model)
-    assert [type(part) for part in (model, old, new, model.base_model.model)] == [
-        kinds[0][0],
-        kinds[1][0],
-        kinds[1][0],
-        kinds[3][0],
-    ]
+    found = [type(part) for part in (model, old, new, model.base_model.model)]
+    assert found == [kinds[place][0] for place in (0, 1, 1, 3)]
     wanted = model.eagenerate(ids, max_new_tokens=6)
     patch_eagle_model(model, drafter="reference")
     assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)

@@ -76,9 +76,7 @@ def test_wrong_drafts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("name", ["tokens", "root", "parents", "positions", "mask", "nothing"])
-def test_a_function_that_drafts_no_tree_is_told_without_being_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_function_that_drafts_no_tree_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delenv("EAGLE_SLIM_CHECK")
     model = build(tmp_path, drafter=spoil_draft(DRAFT[name][0]) if name in DRAFT else lambda *_: None)
     with pytest.raises(DrafterError, match=r"no tree: slot \d, node"):

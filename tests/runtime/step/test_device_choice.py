@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from eagle_slim.runtime.step.plan import CallRules
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-
-
 TREE = {"tree": TreeConfig(3, 3, 15)}
 
 
@@ -40,9 +39,7 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
         {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
     ],
 )
-def test_the_host_chooses_what_the_device_chooses(
-    tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+def test_host_and_device_choose_alike(tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """One rule: node by node on the host, all nodes on the device."""
     model = SpeculativeModel.from_pretrained(tiny_target("qwen3"), write_head(tmp_path), **TREE)
     prompts = random_prompts([5, 12, 3])
@@ -103,7 +100,7 @@ def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["exact", "lossy"])
-def test_logits_that_are_no_distribution_are_told_where_steps_run_ahead(
+def test_no_distribution_is_told_where_steps_run_ahead(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
@@ -160,18 +157,15 @@ def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str)
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
 def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, backend: str) -> None:
     target, head = tiny_target("qwen2"), write_head(tmp_path)
-    model = SpeculativeModel.from_pretrained(
-        open_target(target, target_backend=backend), head, tree=TreeConfig(2, 2, 5)
-    )
+    small = {"tree": TreeConfig(2, 2, 5)}
+    model = SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), head, **small)
     prompts = random_prompts([12, 20, 9])
     options = {"max_new_tokens": 6, "ignore_eos": True}
     first = model.generate(prompts, reuse_prefix=True, **options)
     turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)][::-1]
     output = model.generate(turns, reuse_prefix=True, **options)
     assert all(result.stats.num_reused_tokens >= len(result.prompt_ids) - 8 for result in output.results)
-    fresh = SpeculativeModel.from_pretrained(
-        open_target(target, target_backend=backend), head, tree=TreeConfig(2, 2, 5)
-    )
+    fresh = SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), head, **small)
     assert output.token_ids == fresh.generate(turns, **options).token_ids
     plain = model.generate(turns, reuse_prefix=True, speculative=False, **options)
     assert plain.token_ids == output.token_ids
@@ -198,24 +192,15 @@ def test_what_slots_hold() -> None:
 
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
 def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> None:
-    model = SpeculativeModel.from_pretrained(
-        open_target(tiny_target("llama"), target_backend=backend), write_head(tmp_path), tree=TreeConfig(2, 2, 5)
-    )
+    target = open_target(tiny_target("llama"), target_backend=backend)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(2, 2, 5))
     prompt = random_prompts([9])[0]
     wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
 
-    class Failing:
-        num_heard = 0
-
-        def put(self, value: torch.Tensor) -> None:
-            self.num_heard += 1
-            if self.num_heard == 4:  # the prompt, its first token, one step, the next
-                raise KeyboardInterrupt
-
-        def end(self) -> None: ...
-
+    streamer = mock.Mock()
+    streamer.put.side_effect = [None, None, None, KeyboardInterrupt]  # the prompt, its first token, one step, the next
     with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt, max_new_tokens=8, ignore_eos=True, streamer=Failing(), reuse_prefix=True)
+        model.generate(prompt, max_new_tokens=8, ignore_eos=True, streamer=streamer, reuse_prefix=True)
     again = model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True)
     assert again.stats.num_reused_tokens == 0
     assert again.token_ids == wanted

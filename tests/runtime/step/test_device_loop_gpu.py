@@ -85,7 +85,7 @@ class SpoiledGain:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_partial_verification_changes_no_token(
+def test_partial_passes_change_no_token(
     tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = pair(tmp_path, "llama")

@@ -18,7 +18,6 @@ from support.sampling import warp
 from support.tiny_models import tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-
 VOCAB = 8
 PROMPT = [3, 5, 4]
 DRAWS = 1500
@@ -59,18 +58,11 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(stats.chisquare(f_obs, np.array(f_exp) * sum(f_obs) / sum(f_exp)).pvalue)
 
 
-@pytest.mark.parametrize(
-    "warpers",
-    [
-        {"temperature": 1.0, "top_p": 0.9, "top_k": 6},
-        {"temperature": 0.7},
-        {"temperature": 1.0},
-        {"temperature": 1.0, "top_p": 0.85},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 1.0, "min_p": 0.1},
-    ],
-    ids=str,
-)
+ONE, LESS = ({}, {"top_p": 0.85}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 6}), ({}, {"top_k": 5})
+WARPERS = [{"temperature": value, **cuts} for value, each in ((1.0, ONE), (0.7, LESS)) for cuts in each]
+
+
+@pytest.mark.parametrize("warpers", WARPERS, ids=str)
 @pytest.mark.slow
 def test_sampled_output_has_the_targets_distribution(model: SpeculativeModel, warpers: dict[str, float]) -> None:
     # EOS would end answers early and hide later tokens, so that it is an ordinary token here.

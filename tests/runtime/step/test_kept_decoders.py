@@ -60,9 +60,7 @@ def test_decoders_are_bounded_and_built_anew(model: SpeculativeModel, monkeypatc
     assert built.count == before
 
 
-def test_a_slot_keeps_its_prefix_when_its_decoder_goes(
-    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_keeps_its_prefix_without_its_decoder(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "MAX_DECODERS", 1)
     built, prompt = watch_decoders(monkeypatch), random_prompts([20])[0]
     # The cache has a slot more than the prompt needs.
@@ -79,9 +77,7 @@ def test_a_slot_keeps_its_prefix_when_its_decoder_goes(
 
 
 @pytest.mark.parametrize("place", ["cache", "forward"])
-def test_full_memory_is_told_and_the_next_call_works(
-    model: SpeculativeModel, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_memory_ends_one_call_only(model: SpeculativeModel, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = random_prompts([9])[0]
     wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
     # The same with nothing allocated.

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -128,17 +129,10 @@ def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
 
 def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
     model = build(tmp_path)
-
-    class Streamer:
-        def put(self, value: torch.Tensor) -> None:
-            if value.dim() == 1:
-                model.generate(PROMPTS[1], max_new_tokens=2)
-
-        def end(self) -> None:
-            pass
-
+    streamer = mock.Mock()
+    streamer.put.side_effect = lambda value: value.dim() == 1 and model.generate(PROMPTS[1], max_new_tokens=2)
     with raises(UsageError, option="streamer"):
-        model.generate(PROMPTS[0], max_new_tokens=8, streamer=Streamer())
+        model.generate(PROMPTS[0], max_new_tokens=8, streamer=streamer)
     with raises(UsageError, option="criterion"):
         model.generate(PROMPTS[0], stopping_criteria=lambda *_: bool(model.generate(PROMPTS[1])))
     assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]

@@ -11,7 +11,6 @@ from eagle_slim.runtime.step import plan
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-
 DRAFTED = [2, 3, 5, 7, 8, 11, 12, 13, 17, 19]
 
 
@@ -33,7 +32,6 @@ def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(plan, "_choose_shapes", lambda *_: ((None,), "measured"))
         chosen = model.generate(random_prompts([9]), max_new_tokens=12)
     assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
-    whole = SpeculativeModel.from_pretrained(
-        model.target.model, write_head(tmp_path / "full"), tree=TreeConfig.of(2, 3)
-    )
+    head = write_head(tmp_path / "full")
+    whole = SpeculativeModel.from_pretrained(model.target.model, head, tree=TreeConfig.of(2, 3))
     assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0

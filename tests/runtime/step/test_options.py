@@ -6,6 +6,7 @@ import itertools
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +17,9 @@ from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
-from torch import Tensor
 from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-
 PROMPTS = random_prompts([1, 4, 9])
 ENDS = {"eos_token_id": [18, 7]}
 PENALTIES: dict[str, dict[str, Any]] = {
@@ -122,21 +121,12 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model: Specul
         assert found.token_ids == expected, options
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("forced_eos_token_id", 5),
-        ("encoder_repetition_penalty", 1.5),
-        ("encoder_no_repeat_ngram_size", 2),
-        ("watermarking_config", WatermarkingConfig()),
-        ("token_healing", True),
-        ("stop_strings", ["a"]),
-    ],
-    ids=str,
-)
-def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(
-    model: SpeculativeModel, name: str, value: Any
-) -> None:
+NOT_SERVED = {"forced_eos_token_id": 5, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
+NOT_SERVED |= {"watermarking_config": WatermarkingConfig(), "token_healing": True, "stop_strings": ["a"]}
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_SERVED.items(), ids=str)
+def test_a_configuration_that_asks_for_more_is_refused(model: SpeculativeModel, name: str, value: Any) -> None:
     model.target.model.generation_config = GenerationConfig(**{name: value})
     with raises(UsageError, option=name.replace("_strings", "")):
         model.generate(PROMPTS, max_new_tokens=4)
@@ -152,65 +142,41 @@ def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(
     ],
     ids=str,
 )
-def test_padding_is_what_transformers_pads_with(
-    model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int
-) -> None:
+def test_padding_ids(model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int) -> None:
     model.target.model.generation_config = GenerationConfig(**configs[0])
     model.target.text_config.pad_token_id = configs[1].get("pad_token_id")
     assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
 
 
+SAME_VALUE: list[tuple[Any, str]] = [
+    (1, "foo max_length reuse_prefix attention_mask penalty_alpha"),
+    (0, "max_slots max_time encoder_repetition_penalty"),
+    (5, "num_return_sequences min_length"),
+    (-1, "max_new_tokens seed"),
+    (-1.0, "repetition_penalty temperature"),
+    (3.5, "max_new_tokens max_slots min_p guidance_scale"),
+    (3.0, "max_new_tokens"),
+    (True, "no_repeat_ngram_size num_beams"),
+    ("no", "do_sample speculative ignore_eos time_phases seed tokenizer eos_token_id"),
+    ("1.2", "temperature repetition_penalty"),
+    ([3], "inputs stopping_criteria logits_processor stop"),
+    ([[3], [5, 24]], "bad_words_ids"),
+    ([[3], []], "bad_words_ids"),
+]
+OWN_VALUE: dict[str, Any] = {"generation_config": {}, "past_key_values": (), "temprature": None, "streamer": print}
+OWN_VALUE |= {"constraints": torch.tensor([1, 1]), "stopping_criteria": MaxLengthCriteria, "seed": [1, 2]}
+OWN_VALUE |= {"attention_mask": [[1]], "suppress_tokens": [3, 24]}
+ALONE = [*OWN_VALUE.items(), *((name, value) for value, names in SAME_VALUE for name in names.split())]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"foo": 1}, "foo"),
+        *(({name: value}, name) for name, value in ALONE),
         ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams"),
-        ({"generation_config": {}}, "generation_config"),
-        ({"past_key_values": ()}, "past_key_values"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty"),
-        ({"min_p": 7.0}, "min_p"),
-        ({"max_length": 1}, "max_length"),
-        ({"num_return_sequences": 2}, "num_return_sequences"),
-        ({"max_new_tokens": 3.0}, "max_new_tokens"),
-        ({"max_new_tokens": -1}, "max_new_tokens"),
-        ({"min_length": 5}, "min_length"),
-        ({"max_slots": 1.5}, "max_slots"),
-        ({"max_slots": 0}, "max_slots"),
-        ({"max_time": 0}, "max_time"),
-        ({"inputs": [3]}, "inputs"),
-        ({"stopping_criteria": [3]}, "stopping_criteria"),
-        ({"stop": [2]}, "stop"),
-        ({"temprature": None}, "temprature"),
         ({"do_sample": True, "temperature": 0.0}, "temperature"),
-        ({"temperature": "0.5"}, "temperature"),
-        ({"logits_processor": [3]}, "logits_processor"),
-        ({"bad_words_ids": [[3], [5, 24]]}, "bad_words_ids"),
-        ({"bad_words_ids": [[3], []]}, "bad_words_ids"),
-        ({"suppress_tokens": [3, 24]}, "suppress_tokens"),
-        ({"temperature": -1.0}, "temperature"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
-        ({"seed": -1}, "seed"),
-        ({"seed": [1, 2]}, "seed"),
-        ({"seed": "abc"}, "seed"),
-        ({"do_sample": "no"}, "do_sample"),
-        ({"speculative": "no"}, "speculative"),
-        ({"ignore_eos": "x"}, "ignore_eos"),
-        ({"reuse_prefix": 1}, "reuse_prefix"),
-        ({"time_phases": "x"}, "time_phases"),
-        ({"no_repeat_ngram_size": True}, "no_repeat_ngram_size"),
-        ({"tokenizer": "name/model"}, "tokenizer"),
-        ({"attention_mask": 1}, "attention_mask"),
-        ({"attention_mask": [[1]]}, "attention_mask"),
-        ({"penalty_alpha": 1}, "penalty_alpha"),
-        ({"num_beams": True}, "num_beams"),
-        ({"guidance_scale": 2.0}, "guidance_scale"),
-        ({"constraints": torch.tensor([1, 1])}, "constraints"),
-        ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"repetition_penalty": "1.2"}, "repetition_penalty"),
-        ({"streamer": print}, "streamer"),
-        ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
         ({"stop": ["a"], "stop_strings": ["b"]}, "stop_strings"),
         pytest.param({"stopping_criteria": lambda ids, scores: {}}, "stopping criterion", id="not a verdict"),
         pytest.param({"stopping_criteria": lambda ids, scores: []}, "stopping criterion", id="an empty verdict"),
@@ -235,9 +201,7 @@ def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any],
     ],
     ids=str,
 )
-def test_greedy_decoding_ignores_sampling_options_and_warns_as_transformers(
-    model: SpeculativeModel, options: dict[str, Any], named: str | None
-) -> None:
+def test_greedy_ignores_sampling_options(model: SpeculativeModel, options: dict[str, Any], named: str | None) -> None:
     expected = model.generate(PROMPTS, max_new_tokens=8).token_ids
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", SamplingWarning)
@@ -247,12 +211,11 @@ def test_greedy_decoding_ignores_sampling_options_and_warns_as_transformers(
 
 
 def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
-    off = {
-        "num_beams": 1, "guidance_scale": 1, "penalty_alpha": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0,
-        "length_penalty": 1.0, "renormalize_logits": False, "output_scores": False, "use_cache": True, "top_k": 50,
-        "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "max_new_tokens": 8,
-        "num_assistant_tokens": 20, "cache_implementation": "static", "bos_token_id": 1,
-    }  # fmt: skip
+    neutral = "encoder_repetition_penalty", "typical_p", "length_penalty", "repetition_penalty"
+    off: dict[str, Any] = dict.fromkeys(neutral, 1.0) | {"top_k": 50, "max_new_tokens": 8, "num_assistant_tokens": 20}
+    off |= dict.fromkeys(("num_beams", "guidance_scale", "bos_token_id"), 1)
+    off |= dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "min_length"), 0)
+    off |= {"renormalize_logits": False, "output_scores": False, "use_cache": True, "cache_implementation": "static"}
     expected = own_generate(model, max_new_tokens=8)
     config = GenerationConfig()
     vars(config).update(off)
@@ -261,26 +224,11 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
     assert model.generate(PROMPTS, **unset).token_ids == expected
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [3.0, 4.0],
-        torch.tensor([[3.5]]),
-        torch.tensor([[True]]),
-        torch.tensor(3),
-        b"a",
-        [b"a"],
-        3,
-        None,
-        [[3], 4],
-        [3, "a"],
-        ["a", 3],
-        [[[3]]],
-        [{"role": "user", "content": "Hi"}],
-        {"role": "user", "content": "Hi"},
-    ],
-    ids=str,
-)
+HI = {"role": "user", "content": "Hi"}
+NO_PROMPTS = [[3.0, 4.0], b"a", [b"a"], 3, None, [[3], 4], [3, "a"], ["a", 3], [[[3]]], [HI], HI]
+
+
+@pytest.mark.parametrize("prompt", [*NO_PROMPTS, *map(torch.tensor, ([[3.5]], [[True]], 3))], ids=str)
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
     with raises(UsageError, option="input_ids"):
         model.generate(prompt, max_new_tokens=2)
@@ -308,17 +256,7 @@ def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) 
                 model.generate(input_ids=ids, **{name: value})
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        ["Hi"],
-        {"role": "user", "content": "Hi"},
-        [{"role": "system", "content": "Hi"}],
-        [{"role": "user", "content": ["Hi"]}],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("messages", [[], ["Hi"], HI, [HI | {"role": "system"}], [HI | {"content": ["Hi"]}]], ids=str)
 def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messages: Any) -> None:
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     folder = write_folder(tmp_path, byte_level_bpe(), refusal + "{{ messages[0].role + messages[0].content }}")
@@ -326,7 +264,7 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
     with raises(UsageError, option="messages"):
         model.encode_chat(messages)
     with pytest.raises(PromptError, match="character 6"):
-        model.encode_chat([{"role": "user", "content": "Hi\udfff"}])
+        model.encode_chat([HI | {"content": "Hi\udfff"}])
     model.tokenizer.chat_template = "{{ 1 / 0 }}"
     with raises(UsageError, option="messages"):
         model.encode_chat("Hi")
@@ -335,7 +273,7 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
         model.generate("Hi\udfff")
     for role, content in (("system", "Hi"), ("user", None)):
         with raises(UsageError, option="messages"):
-            model.encode_chat([{"role": role, "content": "Hi"}, {"role": "user", "content": content}])
+            model.encode_chat([HI | {"role": role}, HI | {"content": content}])
 
 
 def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
@@ -343,7 +281,7 @@ def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
         model.chat("Hi", n=1, num_return_sequences=1)
     model.tokenizer = object()
     no_list: Any
-    for no_list in (5, iter([{"role": "user", "content": "Hi"}])):
+    for no_list in (5, iter([HI])):
         with raises(UsageError, option="messages"):
             model.chat(no_list)
 
@@ -359,24 +297,12 @@ def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:
     assert call.requests[0].eos_ids == {5}
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("offline", "x"),
-        ("tokenizer", "name/model"),
-        ("dtype", torch.float16),
-        ("dtype", "bfloat16"),
-        ("dtype", "float7"),
-        ("device", "meta"),
-        ("device", "gpu"),
-        ("draft_vocab", "full"),
-        ("draft_vocab", 24.0),
-        ("tree", (5, 10, 60)),
-        ("max_model_len", 0),
-        ("revision", "main"),
-    ],
-    ids=str,
-)
+WRONG: dict[str, tuple[Any, ...]] = {"dtype": (torch.float16, "bfloat16", "float7"), "device": ("meta", "gpu")}
+WRONG |= {"offline": ("x",), "tokenizer": ("name/model",), "draft_vocab": ("full", 24.0), "tree": ((5, 10, 60),)}
+WRONG |= {"max_model_len": (0,), "revision": ("main",), "target_weights": ("fp8",)}
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, each) for name in WRONG for each in WRONG[name]], ids=str)
 def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any) -> None:
     with raises(UsageError, option=option):
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **{option: value})
@@ -410,20 +336,12 @@ def test_exactness_says_what_holds_in_each_type(model: SpeculativeModel, tmp_pat
 
 
 def test_a_streamer_is_ended_where_the_call_fails(model: SpeculativeModel) -> None:
-    class Reader:
-        num_ends = 0
-
-        def put(self, value: Tensor) -> None:
-            raise KeyboardInterrupt
-
-        def end(self) -> None:
-            self.num_ends += 1
-
-    reader = Reader()
+    reader = mock.Mock()
+    reader.put.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         model.generate([3, 4], streamer=reader)
     with raises(UsageError, option="max_new_tokens"):
         model.generate([3, 4], streamer=reader, max_new_tokens=-1)
     with raises(UsageError, option="streamer"):
         model.generate(PROMPTS, streamer=reader)
-    assert reader.num_ends == 3
+    assert reader.end.call_count == 3

@@ -27,8 +27,6 @@ LONGEST = 1024
 TREE = {"tree": TreeConfig(3, 4, 12)}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
-
-
 Sizes = Callable[..., None]
 
 
@@ -140,9 +138,8 @@ def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: 
     plain = model.generate(given, partial_verification="exact", speculative=False, max_new_tokens=4)
     assert "every pass is full (plain decoding)" in plain.stats.path
     for kind, backend in (("mistral", "transformers"), ("mistral", "fused"), ("qwen2", "transformers")):
-        windowed = SpeculativeModel.from_pretrained(
-            open_target(tiny_target(kind), target_backend=backend), folder, **TREE
-        )
+        target = open_target(tiny_target(kind), target_backend=backend)
+        windowed = SpeculativeModel.from_pretrained(target, folder, **TREE)
         with pytest.raises(UnsupportedModelError, match="sliding window"):
             windowed.generate(given, partial_verification="exact")
     sizes(min_length=65536)

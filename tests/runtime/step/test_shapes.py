@@ -97,13 +97,11 @@ def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeyp
     """The drafter has the same pairs, so a tree is accepted as far as where every step drafts."""
     gained = []
     for order in ((TREE,), (*[None] * 25, TREE)):
-        drafts: list[tuple[bool, int]] = []
-        model_of_any_shape(tmp_path, monkeypatch, order, drafts).generate(
-            PROMPTS[1], max_new_tokens=70, ignore_eos=True
-        )
+        found: list[tuple[bool, int]] = []
+        model_of_any_shape(tmp_path, monkeypatch, order, found).generate(PROMPTS[1], max_new_tokens=70, ignore_eos=True)
         # By the place in the answer where a step began.
-        starts = itertools.accumulate((1 + accepted for _, accepted in drafts), initial=0)
-        gained.append({at: accepted for at, (drafted, accepted) in zip(starts, drafts, strict=False) if drafted})
+        starts = itertools.accumulate((1 + accepted for _, accepted in found), initial=0)
+        gained.append({at: accepted for at, (drafted, accepted) in zip(starts, found, strict=False) if drafted})
     always, rarely = gained
     shared = always.keys() & rarely.keys()
     assert shared
@@ -151,9 +149,7 @@ TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
     ],
     ids=["all accepted", "nothing accepted", "one level accepted", "many sequences"],
 )
-def test_the_shape_with_the_most_expected_tokens_a_second_is_taken(
-    ranks: list[int], times: dict[TreeConfig | None, float], wanted: TreeConfig | None
-) -> None:
+def test_the_best_is_taken(ranks: list[int], times: dict[TreeConfig | None, float], wanted: TreeConfig | None) -> None:
     found = chooser(times)
     for _ in range(400):
         shape = found.next(1, 100, [0])

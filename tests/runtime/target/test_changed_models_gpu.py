@@ -21,18 +21,8 @@ pytestmark = [
 ]
 PROMPT = random_prompts([70])[0]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "reuse_prefix": True}
-FOLLOWED = (
-    "lora on q_proj",
-    "lora on the LM head",
-    "attention subclass",
-    "patched class",
-    "forward hook",
-    "parametrization",
-    "load_state_dict",
-    "load_state_dict, assign",
-    "fused optimiser",
-    "LM head's weight",
-)
+FOLLOWED = ["lora on q_proj", "lora on the LM head", "attention subclass", "patched class", "forward hook"]
+FOLLOWED += ["parametrization", "load_state_dict", "load_state_dict, assign", "fused optimiser", "LM head's weight"]
 
 
 @pytest.fixture(autouse=True)

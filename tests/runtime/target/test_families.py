@@ -15,50 +15,49 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-
 SIZES = {**FEW_LAYERS, "num_hidden_layers": 6}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "soft-capped": ("Gemma2ForCausalLM", "Gemma2Config",
-                    {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
-    "two rotations": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 8, "sliding_window": WINDOW}),
-    "sinks": ("GptOssForCausalLM", "GptOssConfig", {"head_dim": 8, "sliding_window": WINDOW, **EXPERTS}),
-    "partial rotation": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
-    "one projection": ("Phi3ForCausalLM", "Phi3Config", {}),
-    "latent": ("DeepseekV3ForCausalLM", "DeepseekV3Config",
-               {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-                "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}),
-    "window in the mask alone": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": WINDOW, **EXPERTS}),
-    "windows in some masks alone": (
-        "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_experts": 4,
-         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
-    "keys shared by layers": (
-        "Gemma4ForCausalLM", "Gemma4TextConfig",
-        {"head_dim": 8, "global_head_dim": 8, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
-         "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 8,
-         "vocab_size_per_layer_input": 24}),
+WINDOWED = {"head_dim": 8, "sliding_window": WINDOW}
+LATENT = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+LATENT |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1}
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_experts": 4}
+SOME_WINDOWS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+SHARED_KEYS = {**WINDOWED, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 24}
+SHARED_KEYS |= {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3}
+NOT_RECURRENT = {"layer_types": ["attention"] * 6, "shared_intermediate_size": 48, "mamba_n_heads": 8}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "soft-capped": ("Gemma2", {**WINDOWED, "query_pre_attn_scalar": 8}),
+    "two rotations": ("Gemma3", WINDOWED),
+    "sinks": ("GptOss", {**WINDOWED, **EXPERTS}),
+    "partial rotation": ("GPTNeoX", {}),
+    "one projection": ("Phi3", {}),
+    "latent": ("DeepseekV3", LATENT),
+    "window in the mask alone": ("Phimoe", {"sliding_window": WINDOW, **EXPERTS}),
+    "windows in some masks alone": ("Qwen2Moe", SOME_WINDOWS),
+    "keys shared by layers": ("Gemma4", {**SHARED_KEYS, "global_head_dim": 8}),
     "no recurrent layer, rotated": (
-        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
-        {"layer_types": ["attention"] * 6, "position_embedding_type": "rope", "shared_intermediate_size": 48,
-         "mamba_n_heads": 8, "num_local_experts": 0}),
-    "no recurrent layer, without positions": (
-        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
-        {"layer_types": ["attention"] * 6, "shared_intermediate_size": 48, "mamba_n_heads": 8, **EXPERTS}),
-    "no convolving layer": ("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["full_attention"] * 6}),
-}  # fmt: skip
+        "GraniteMoeHybrid",
+        {**NOT_RECURRENT, "position_embedding_type": "rope", "num_local_experts": 0},
+    ),
+    "no recurrent layer, without positions": ("GraniteMoeHybrid", {**NOT_RECURRENT, **EXPERTS}),
+    "no convolving layer": ("Lfm2", {"layer_types": ["full_attention"] * 6}),
+}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
-    model_class, config_class, options = FAMILIES[family]
-    if not hasattr(transformers, model_class):
-        pytest.skip(f"transformers {transformers.__version__} has no {model_class}")
-    config = getattr(transformers, config_class)(**{**SIZES, **options})
-    target = getattr(transformers, model_class)(config).eval()
+def build(family: str, options: dict[str, Any]) -> Any:
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    return getattr(transformers, f"{family}ForCausalLM")(config(**{**SIZES, **options})).eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_equals_the_targets_own(tmp_path: Path, name: str) -> None:
+    family, options = FAMILIES[name]
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}ForCausalLM")
+    target = build(family, options)
     if not target._supports_attention_backend:
-        pytest.skip(f"{model_class} takes no registered attention function in transformers {transformers.__version__}")
+        pytest.skip(f"{family} takes no registered attention function in transformers {transformers.__version__}")
     widen(target.named_parameters())
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(3, 4, 25))
     prompts = random_prompts([1, 9, 17])
@@ -115,11 +114,8 @@ def test_a_prompt_that_sees_what_follows_is_refused(tmp_path: Path, monkeypatch:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_verify_trees_is_refused_by_its_reason(
-    tmp_path: Path, family: str, options: dict[str, Any], problem: str
-) -> None:
-    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    target = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**SIZES, **options})).eval()
+def test_what_verifies_no_tree_is_refused(tmp_path: Path, family: str, options: dict[str, Any], problem: str) -> None:
+    target = build(family, options)
     with pytest.raises(UnsupportedModelError, match=problem):
         SpeculativeModel.from_pretrained(target, write_head(tmp_path))
 
@@ -133,17 +129,7 @@ def test_a_tap_at_a_layer_that_text_does_not_pass_is_refused(tmp_path: Path) -> 
 
 
 def test_hidden_states_of_another_form_are_refused(tmp_path: Path) -> None:
-    options = {
-        "head_dim": 8,
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 24,
-        "laurel_rank": 4,
-        "activation_sparsity_pattern": [0.0] * 6,
-        "altup_num_inputs": 2,
-    }
-    target = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**{**SIZES, **options})).eval()
+    more = {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2}
+    target = build("Gemma3n", {**SHARED_KEYS, **more})
     with pytest.raises(UnsupportedModelError, match=r"hands hidden states of shape \[2, 1, 1, 32\]"):
         SpeculativeModel.from_pretrained(target, write_head(tmp_path))

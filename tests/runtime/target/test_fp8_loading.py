@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,40 +58,23 @@ def compressed(strategy: str, **more: Any) -> dict[str, Any]:
         "targets": ["Linear"],
         "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"},
     }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*o_proj$"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-    }
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    whole = {"kv_cache_scheme": None, "quantization_status": "compressed", "ignore": ["lm_head", "re:.*o_proj$"]}
+    return settings | whole
 
 
+by_128 = partial(by_blocks, rows=128, columns=128)
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}}
 FORMS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
-    "fp8, blocks": (
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        lambda weight: by_blocks(weight, 128, 128),
-        "weight_scale_inv",
-    ),
+    "fp8, blocks": (BLOCKS, by_128, "weight_scale_inv"),
     "fp8, matrices": ({"quant_method": "fp8", "activation_scheme": "static"}, by_matrix, "weight_scale"),
     "compressed-tensors, rows": (compressed("channel"), by_row, "weight_scale"),
     "compressed-tensors, matrices": (compressed("tensor"), by_matrix, "weight_scale"),
-    "compressed-tensors, blocks": (
-        compressed("block", block_structure=[128, 128]),
-        lambda weight: by_blocks(weight, 128, 128),
-        "weight_scale",
-    ),
-    "fbgemm": (
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
-        by_row,
-        "weight_scale",
-    ),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}},
-        by_matrix,
-        "weight_scale",
-    ),
+    "compressed-tensors, blocks": (compressed("block", block_structure=[128, 128]), by_128, "weight_scale"),
+    "fbgemm": (FBGEMM, by_row, "weight_scale"),
+    "modelopt": (MODELOPT, by_matrix, "weight_scale"),
 }
 
 
@@ -151,10 +135,8 @@ def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> 
     rows = sum(len(w) for name, w in expected.state_dict().items() if ".layers." in name and w.dim() == 2)
     rest = sum(w.numel() for name, w in expected.state_dict().items() if ".layers." in name and w.dim() == 1)
     assert model.target.weight_bytes == matrices + 4 * (rows + rest + expected.lm_head.weight.numel())  # type: ignore[union-attr, operator]
-    assert (
-        "weights in FP8 quantised while loading, one scale a row, activations in float32"
-        in model.generate([[3]], max_new_tokens=1).stats.path
-    )
+    told = "weights in FP8 quantised while loading, one scale a row, activations in float32"
+    assert told in model.generate([[3]], max_new_tokens=1).stats.path
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -183,6 +165,14 @@ def test_shards_of_a_repository_may_part_what_is_multiplied_at_once(tmp_path: Pa
 
 
 Q, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.1."
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def widen_one(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{LAYER}mlp.up_proj.weight_scale"]
+    tensors[f"{LAYER}mlp.up_proj.weight"] = torch.ones(192, 160)
+
+
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "scale missing": ("fp8, blocks", lambda t: t.pop(f"{Q}_scale_inv"), f"{Q}_scale"),
     "scale of another shape": ("fp8, blocks", lambda t: t.update({f"{Q}_scale_inv": torch.ones(2, 1)}), r"\[2, 1\]"),
@@ -193,24 +183,9 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "infinite norm": ("fbgemm", lambda t: t["model.norm.weight"].fill_(torch.inf), "model.norm.weight"),
     "norm missing": ("fbgemm", lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
     "tensor too many": ("fbgemm", lambda t: t.update(surplus=torch.ones(1)), "surplus"),
-    "embedding of another shape": (
-        "fbgemm",
-        lambda t: t.update({"model.embed_tokens.weight": torch.ones(3, 160)}),
-        r"\[3, 160\]",
-    ),
-    "FP8 and a float type in one product": (
-        "fbgemm",
-        lambda t: (
-            t.pop(f"{LAYER}mlp.up_proj.weight_scale"),
-            t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(192, 160)}),
-        ),
-        f"{LAYER}mlp.gate_proj",
-    ),
-    "LM head in FP8": (
-        "fbgemm",
-        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
-        "lm_head.weight",
-    ),
+    "embedding of another shape": ("fbgemm", lambda t: t.update({EMBEDDING: torch.ones(3, 160)}), r"\[3, 160\]"),
+    "FP8 and a float type in one product": ("fbgemm", widen_one, f"{LAYER}mlp.gate_proj"),
+    "LM head in FP8": ("fbgemm", lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)}), HEAD),
 }
 
 
@@ -281,17 +256,11 @@ def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tm
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [({}, "sm_89"), ({"dtype": "float32"}, "float32"), ({"target_weights": "int8"}, "'int8'")],
+    ("options", "named"), [({}, "sm_89"), ({"dtype": "float32"}, "float32"), ({"target_weights": "int8"}, "'int8'")]
 )
 def test_the_option_is_refused_where_nothing_runs_it(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=f"target_weights.*{named}"):
         SpeculativeModel.from_pretrained(device="cpu", **{"target_weights": "fp8", **options})
-
-
-def test_a_loaded_target_is_not_quantised(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="target_weights"):
-        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), target_weights="fp8")
 
 
 def test_what_only_transformers_runs_is_refused(tmp_path: Path) -> None:
@@ -313,9 +282,7 @@ def test_weights_of_another_format_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [None, AT_LOAD], ids=["in bfloat16", "in FP8"])
-def test_unknown_positions_and_adapters_that_nothing_applies_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Fp8Form | None
-) -> None:
+def test_unknown_positions_and_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Fp8Form | None) -> None:
     monkeypatch.setattr(target_files, "lacks_fp8", lambda _: None)
     monkeypatch.setattr(transformers.utils, "is_peft_available", lambda: False)
     write_target(tmp_path)
@@ -342,13 +309,9 @@ def test_drafted_tokens_are_plain_ones_on_a_gpu(tmp_path: Path, form: str | None
         write_target(tmp_path / "target")
     else:
         publish(tmp_path / "target", form)
-    model = SpeculativeModel.from_pretrained(
-        tmp_path / "target",
-        write_head(tmp_path / "head", hidden=160),
-        dtype="bfloat16",
-        tree=TreeConfig(3, 3, 8),
-        target_weights="fp8" if form is None else "auto",
-    )
+    head, weights = write_head(tmp_path / "head", hidden=160), "fp8" if form is None else "auto"
+    options: dict[str, Any] = {"dtype": "bfloat16", "tree": TreeConfig(3, 3, 8), "target_weights": weights}
+    model = SpeculativeModel.from_pretrained(tmp_path / "target", head, **options)
     prompts = random_prompts([70, 9, 1])
     output, plain = (model.generate(prompts, max_new_tokens=30, speculative=each) for each in (True, False))
     assert output.token_ids == plain.token_ids

@@ -13,7 +13,7 @@ from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.target.known import unfit_reason
 from eagle_slim.runtime.tree import Trees, layout_tree
-from support.tiny_models import VOCAB, random_prompts, tiny_target
+from support.tiny_models import LLAMA3_ROPE, VOCAB, YARN_ROPE, random_prompts, tiny_target
 from torch import Tensor, nn
 
 TAPS = (2, 3, 3, 4)
@@ -22,20 +22,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "llama3 rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
-    ),
-    "yarn rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-                             "original_max_position_embeddings": 64}},
-    ),
+    "llama3 rope": ("llama", {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 10000.0}}),
+    "yarn rope": ("llama", {"rope_parameters": {**YARN_ROPE, "rope_theta": 10000.0}}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
-}  # fmt: skip
+}
 
 
 def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, prompt: list[int], chunk: int) -> Tensor:

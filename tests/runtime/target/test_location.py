@@ -27,9 +27,7 @@ def slim(tmp_path: Path) -> Path:
     return convert(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=BY_ID).folder
 
 
-def test_a_local_target_is_found_beside_the_head_or_among_the_models(
-    slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_target_is_found_by_its_head(slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_MODELS", "~no-such-user/models")
     with raises(UsageError):
         SpeculativeModel.from_pretrained(head=slim)
