@@ -44,13 +44,11 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class LinesBlock:
-    """Lines of JSON, or plain text.
+    """Lines of JSON, or plain text: the bytes from `start` to `stop` of an (unpacked) file.
 
     Attributes:
-        shard: ordinal of the file.
+        shard, path: ordinal of the file, and the file or its address on the Hub.
         size: its share of `OpenSource.size`, for the progress bar.
-        path: the file, or its address on the Hub.
-        start, stop: bytes of the (unpacked) file.
         data: its bytes, where the worker cannot read them.
         first: number of its first line, or its first record of an array, from 0.
     """
@@ -85,12 +83,10 @@ class LinesBlock:
 
 @dataclass(frozen=True)
 class RowsBlock:
-    """Rows of a table, in memory.
+    """Rows of a table, in memory, as `LinesBlock` has lines.
 
     Attributes:
-        shard, size: as in `LinesBlock`.
         where: the file, or the dataset, its split and shard.
-        first: number of its first row, from 0.
         data: the column, or all columns as structs; None where only places are wanted.
     """
 

@@ -78,7 +78,13 @@ class CorpusSource:
             what = "a dataset id, file, folder or glob; standard input is not read. Write its text to a file."
             raise UsageError(f"A source is {what}")
         if not self.name:
-            object.__setattr__(self, "name", _default_name(self.location))
+            name = Path(self.location).name if looks_local(self.location) else self.location.rsplit("/", 1)[-1]
+            for suffix in (*PACKED, *FORMATS):
+                name = name.removesuffix(suffix)
+            # What is left of a glob; a file may well be called a[1].jsonl.
+            if not os.path.exists(expand_home(self.location)):
+                name = name.strip("*?[]. ")
+            object.__setattr__(self, "name", name or "corpus")
         rules = (
             ("weight", 0 < self.weight < float("inf"), "a number above 0"),
             ("roles", self.roles in ("assistant", "all"), "`assistant` or `all`"),
@@ -90,16 +96,6 @@ class CorpusSource:
             if not holds:
                 found = getattr(self, setting)
                 raise UsageError(f"source {self.name}: {setting}: expected {expected}, found {found!r}.")
-
-
-def _default_name(location: str) -> str:
-    name = Path(location).name if looks_local(location) else location.rsplit("/", 1)[-1]
-    for suffix in (*PACKED, *FORMATS):
-        name = name.removesuffix(suffix)
-    # What is left of a glob; a file may well be called a[1].jsonl.
-    if not os.path.exists(expand_home(location)):
-        name = name.strip("*?[]. ")
-    return name or "corpus"
 
 
 def amount(text: str) -> int:
@@ -221,10 +217,9 @@ class OpenSource:
 
     Attributes:
         kind: "text", or "chat" where the column holds messages.
-        column: column read; "" for plain text, and for all columns before one is chosen.
+        column: "" for plain text, and for all columns before one is chosen.
         origin: JSON for provenance, without paths or times.
-        files: the files to read; none for a table of the Hub.
-        table: a table of the Hub, as `datasets` streams it.
+        table: a table of the Hub, as `datasets` streams it; else there are files.
     """
 
     source: CorpusSource
@@ -236,7 +231,7 @@ class OpenSource:
 
     @property
     def size(self) -> int | None:
-        """Sum of the sizes of all blocks (bytes on disk), None when not known."""
+        """Bytes on disk, None when not known."""
         return None if self.is_remote else sum(file.size or 0 for file in self.files)
 
     @property

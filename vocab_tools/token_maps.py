@@ -183,18 +183,14 @@ def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
         check_tokenizer(tokenizer, known, "the vocabulary")
     beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
     if len(beyond):
-        found.append(
-            f"{len(beyond)} ids belong to no token of the tokenizer, whose last is {tokenizer.vocab_size - 1} (padding "
-            f"rows, or another model's list): {some_ids(beyond)}"
-        )
+        last = f"whose last is {tokenizer.vocab_size - 1} (padding rows, or another model's list)"
+        found.append(f"{len(beyond)} ids belong to no token of the tokenizer, {last}: {some_ids(beyond)}")
     forced = forced_ids(tokenizer)
     missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)].tolist()
     if missing:
-        why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8])
-        found.append(
-            f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
-            f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
-        )
+        why = [f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8]] + ["..."] * (len(missing) > 8)
+        left_out = f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out"
+        found.append(f"{left_out}, so a draft stops before each of them: {'; '.join(why)}")
     account: Provenance = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
     target_vocab = vocab.target_vocab
     if vocab.is_size_inferred and tokenizer.vocab_size > target_vocab:
@@ -218,8 +214,17 @@ def _vocabulary(source: dict[str, Any], path: Path, target_vocab: int | None, d2
         if named and int(named[1]) != len(ids):
             holds = f"{int(named[1])} ids and holds {len(ids)}"
             found.append(f"the file is named for {holds}: FR-Spec reads as many as its --V says")
-        ids, repeated = _without_repeats(ids)
-        found += repeated
+        _, first = np.unique(ids, return_index=True)
+        again = np.delete(ids, first)
+        if len(again) > len(first):
+            raise VocabularyError(
+                f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts. Give d2t, or ids."
+            )
+        # FR-Spec's script repeats an id for tokenizers that add a BOS.
+        if len(again):
+            places = f"{len(ids)} entries, and again id {some_ids(again)}"
+            found.append(f"the token map has {places}; the first place counts, which leaves {len(first)} ids")
+            ids = ids[np.sort(first)]
         provenance["warnings"] = found
     if target_vocab is None:
         target_vocab = int(ids.max(initial=0)) + 1
@@ -229,18 +234,6 @@ def _vocabulary(source: dict[str, Any], path: Path, target_vocab: int | None, d2
     provenance["form"] = forms[ascends]
     provenance["warnings"] = [*found, *doubts_of_order(ids)]
     return DraftVocab(ids, 0, target_vocab, provenance, ranked=not (is_d2t and ascends))
-
-
-def _without_repeats(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """Keep the first place of every id, with a warning; FR-Spec's script repeats one for tokenizers that add a BOS."""
-    _, first = np.unique(ids, return_index=True)
-    again = np.delete(ids, first)
-    if not len(again):
-        return ids, []
-    if len(again) > len(first):
-        raise VocabularyError(f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts. Give d2t, or ids.")
-    places = f"{len(ids)} entries, and again id {some_ids(again)}"
-    return ids[np.sort(first)], [f"the token map has {places}; the first place counts, which leaves {len(first)} ids"]
 
 
 def _read(path: Path) -> DraftVocab | dict[str, Any]:
@@ -342,29 +335,24 @@ def read_pickle(path: Path) -> Any:
     """
     import torch
 
+    def as_numpy(value: Any) -> Any:
+        # Weights beside a map may be of types that numpy lacks.
+        return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
+
     try:
         with warnings.catch_warnings():
             # torch warns about odd pickle protocols; whatever it returns is checked below.
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: _numpy(part) for key, part in value.items()} if isinstance(value, dict) else _numpy(value)
+        return {key: as_numpy(part) for key, part in value.items()} if isinstance(value, dict) else as_numpy(value)
     # torch's reader raises all kinds of errors on a damaged file, and numpy TypeError for bfloat16.
     except Exception as error:
         # torch names the cause amid advice on how to switch the protection off.
         if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", str(error)):
-            raise VocabularyError(
-                f"{path}: refused, because the pickle holds more than lists and tensors and would call {code[1]} when "
-                "it is loaded. Ask its author for a plain list of ids."
-            ) from error
+            why = f"the pickle holds more than lists and tensors and would call {code[1]} when it is loaded"
+            raise VocabularyError(f"{path}: refused, because {why}. Ask its author for a plain list of ids.") from error
         cause = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
         raise VocabularyError(f"{path}: not a readable torch file: {cause[:200] or type(error).__name__}.") from error
-
-
-def _numpy(value: Any) -> Any:
-    import torch
-
-    # Weights beside a map may be of types that numpy lacks.
-    return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
 
 
 def export_token_map(
