@@ -101,12 +101,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """Counts of several sources by one tokenizer; mergeable, weightable.
-
-    Attributes:
-        sources: at least one, of unique names and one vocabulary size.
-        tokenizer_hash: `LoadedTokenizer.tokenizer_hash` of the tokenizer that counted, or None when not known.
-    """
+    """Counts of one or more sources, of unique names, by one tokenizer; its hash is None when not known."""
 
     sources: tuple[SourceCounts, ...]
     tokenizer_hash: str | None

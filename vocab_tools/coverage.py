@@ -77,8 +77,7 @@ class CoverageReport:
     """Coverage of a draft vocabulary over sizes and sources.
 
     Attributes:
-        draft_vocab: size that is to be used, one of `sizes`.
-        sizes: ascending; every one at least the number of forced ids.
+        draft_vocab: size that is to be used, one of `sizes`, which ascend.
         sources: the least covered at `draft_vocab` first, then "all sources" when there are several.
         uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the counted text.
         warnings: sources on which the ranking loses to the baseline or measured on counted text; sorted lists.

@@ -16,12 +16,10 @@ from .vocabulary import DraftVocab
 
 @dataclass(frozen=True)
 class VocabularyListing:
-    """Tokens that a vocabulary holds and leaves out.
+    """Tokens that a vocabulary holds and leaves out, of the `real_tokens` that the target has.
 
-    Attributes:
-        real_tokens: number of ids of the target that some token has.
-        tokens: in rank order, then those left out: "token" (its text), "forced" (the reason, or None), "rank" (None if
-            left out), "id" and "count" (weighted; None without counts).
+    `tokens`: in rank order, then those left out: "token" (its text), "forced" (the reason, or None), "rank" (None if
+    left out), "id" and "count" (weighted; None without counts).
     """
 
     size: int
