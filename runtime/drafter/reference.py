@@ -29,7 +29,7 @@ from transformers.activations import ACT2FN
 from ..settings import TreeConfig
 from ..target.attention import tree_attention_mask
 from ..target.cache import read_rows
-from ..target.kernels.attention import masked_attention
+from ..target.kernels.attention import AttentionParams, masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
 from .dimensions import DrafterConfig
@@ -167,7 +167,7 @@ class ReferenceDraft:
         mask = tree_attention_mask(
             self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
         )
-        attended = masked_attention(query, keys, values, mask, head.head_dim**-0.5)
+        attended = masked_attention(query, keys, values, mask, AttentionParams(head.head_dim**-0.5))
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
 
