@@ -33,6 +33,7 @@ from ..target.kernels.attention import AttentionParams, masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
 from .dimensions import DrafterConfig
+from .kernels.pair_rows import rms_norm
 from .rope import apply_rotary
 from .weights import HeadWeights
 
@@ -67,12 +68,7 @@ class ReferenceDraft:
     """
 
     def __init__(
-        self,
-        head: HeadWeights,
-        tree: TreeConfig,
-        slots: Tensor,
-        lengths: Tensor,
-        cache: tuple[Tensor, Tensor],
+        self, head: HeadWeights, tree: TreeConfig, slots: Tensor, lengths: Tensor, cache: tuple[Tensor, Tensor]
     ) -> None:
         self.head, self.tree, self.slots, self.lengths = head, tree, slots, lengths
         self.keys, self.values = cache
@@ -229,9 +225,3 @@ def fuse_features(head: HeadWeights, features: Tensor) -> Tensor:
         taps = features.chunk(len(norms), -1)
         features = torch.cat([rms_norm(tap, w[name], head.norm_eps) for tap, name in zip(taps, norms, strict=True)], -1)
     return F.linear(features, w["fc.weight"], w.get("fc.bias"))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
-    x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
