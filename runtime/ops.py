@@ -27,7 +27,7 @@ _SIDE_TURN = threading.RLock()
 
 @dataclass(frozen=True)
 class Ops:
-    """Runs operations as kernels, or as their twins: ``ops(add_norm)(residual, ...)``."""
+    """Runs operations as kernels, or as their twins: ``ops(norm_rows)(x, ...)``."""
 
     use_kernels: bool
 

@@ -54,7 +54,6 @@ class ChatSpec:
     """All it takes to render conversations in another process.
 
     Attributes:
-        template: Jinja source.
         variables: of the template, such as bos_token.
         borders: texts of the added tokens. Tokenizers cut at them, so text on one side never changes the tokens on the
             other side.
@@ -157,12 +156,9 @@ def _marked(tag: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text to tokenize, and the part of it that is counted.
+    """Text to tokenize, whose first `header_chars` characters are context only and not counted.
 
-    Attributes:
-        text: tokenized as it is.
-        header_chars: characters at the beginning that are context only.
-        is_apart: whether it begins what a message says, counted by itself because no turn of the template holds it.
+    `is_apart`: whether it begins what a message says, counted by itself because no turn of the template holds it.
     """
 
     text: str

@@ -127,30 +127,22 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     path = refuse_existing(out, force)
     tokenizer = named_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
     target_vocab, candidates = options["target_vocab"], options["candidates"]
-    ranked = rank_vocabulary(
-        _load_counts(counts),
-        options["size"],
-        options["coverage"],
-        tokenizer,
-        forced_ids(tokenizer, options["force_added"], options["force_id"]),
-        target_vocab,
-        None if candidates is None else _import(candidates, target_vocab),
-        parse_shares("--weights", options["weights"]),
-        parse_shares("--floor", options["floors"]),
-    )
+    loaded, size, coverage = _load_counts(counts), options["size"], options["coverage"]
+    forced = forced_ids(tokenizer, options["force_added"], options["force_id"])
+    trained = None if candidates is None else _import(candidates, target_vocab)
+    weights, floors = parse_shares("--weights", options["weights"]), parse_shares("--floor", options["floors"])
+    ranked = rank_vocabulary(loaded, size, coverage, tokenizer, forced, target_vocab, trained, weights, floors)
     ranked.save(path)
     warn(ranked.warnings)
-    found, floors = ranked.provenance.get("size_from_coverage"), ranked.provenance.get("floors")
+    found, held = ranked.provenance.get("size_from_coverage"), ranked.provenance.get("floors")
     if as_json:
-        account = {key: value for key, value in (("size_from_coverage", found), ("floors", floors)) if value}
+        account = {key: value for key, value in (("size_from_coverage", found), ("floors", held)) if value}
         emit_json({"out": str(path), **_summary(ranked), "warnings": list(ranked.warnings), **account})
         return
     if found is not None:
-        click.echo(
-            f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
-            f"{ranked.size} cover {found['reached']:.6f}"
-        )
-    for floor in floors["held"] if floors else ():
+        smallest = f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens"
+        click.echo(f"{smallest}; {ranked.size} cover {found['reached']:.6f}")
+    for floor in held["held"] if held else ():
         covered = f"{floor['reached']:.2%} of the {floor['measured_on']} tokens covered"
         click.echo(f"{printable(floor['source'])}: {covered}, floor {floor['asked']:.2%}")
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
@@ -180,18 +172,21 @@ def coverage(
     counted text of COUNTS.
     """
     from .coverage import measure_coverage
+    from .ranking import rank_vocabulary
 
     held, loaded, shares = _import(vocabulary, None), _load_counts(counts), parse_shares("--weights", weights)
-    beside, asked = _ranked_beside(held, loaded, shares), parse_shares("--floor", floors)
+    # As a list would be ranked here: with the forced ids of the list, over the same rows.
+    target_vocab = max(held.target_vocab, loaded.vocab_size)
+    forced = held.target_ids[: held.num_forced if held.ranked else 0].tolist()
+    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=shares)
+    asked = parse_shares("--floor", floors)
     report = measure_coverage(held, loaded, sizes, shares, beside=beside, floors=asked)
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
         return
-    click.echo(report.table())
-    click.echo(
-        f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
-    )
+    uncounted = f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside"
+    click.echo(f"{report.table()}\n{uncounted}, never occur in the counted text")
 
 
 @vocab.command(
@@ -320,15 +315,6 @@ def _load_counts(files: tuple[str, ...], weights: dict[str, float] | None = None
     return merge_counts([TokenCounts.load(file) for file in files], weights)
 
 
-def _ranked_beside(held: DraftVocab, counts: TokenCounts, weights: dict[str, float]) -> DraftVocab:
-    """Rank by counts as a list would be ranked here: with the forced ids of the list, over the same rows."""
-    from .ranking import rank_vocabulary
-
-    target_vocab = max(held.target_vocab, counts.vocab_size)
-    forced = held.target_ids[: held.num_forced if held.ranked else 0].tolist()
-    return rank_vocabulary(counts, forced=forced, target_vocab=target_vocab, weights=weights)
-
-
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
     from .token_maps import import_token_map
 
@@ -339,13 +325,8 @@ def _import(path: str, target_vocab: int | None) -> DraftVocab:
 
 
 def _summary(held: DraftVocab) -> dict[str, Any]:
-    return {
-        "draft_vocab": held.size,
-        "num_forced": held.num_forced,
-        "num_uncounted": held.num_uncounted,
-        "target_vocab": held.target_vocab,
-        "ranked": held.ranked,
-    }
+    facts = ("num_forced", "num_uncounted", "target_vocab", "ranked")
+    return {"draft_vocab": held.size, **{name: getattr(held, name) for name in facts}}
 
 
 if __name__ == "__main__":

@@ -111,10 +111,7 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
 
 
 def _end_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end a command with the cleaning up of Ctrl-C, by its error with the signal's number.
-
-    An ignored signal stays ignored.
-    """
+    """Let SIGTERM and SIGHUP, unless ignored, end a command as Ctrl-C does, by its error with the signal's number."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt(number)
@@ -131,7 +128,6 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
         if sys.stdout is not None:
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
-
     except BrokenPipeError:
         # The reader of stdout went away (`| head`); Python must not complain of it at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

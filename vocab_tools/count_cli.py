@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +10,7 @@ import click
 
 from .common_cli import EagleCommand, emit_json, force_option, json_option, note
 from .errors import UsageError, printable
+from .messages import json_value
 
 if TYPE_CHECKING:
     from .tokenizer import LoadedTokenizer
@@ -143,20 +143,14 @@ def _template_kwargs(values: tuple[str, ...]) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     for value in values:
         key, equals, text = value.partition("=")
-        is_object = value.lstrip().startswith("{")
-        parsed = _json(value) if is_object else {key: _json(_WORDS.get(text.lower(), text), text)} if equals else None
+        parsed = {key: json_value(_WORDS.get(text.lower(), text), text)} if equals else None
+        if value.lstrip().startswith("{"):
+            parsed = json_value(value)
         if not parsed or not all(parsed):
             expected = 'expected KEY=VALUE, or a JSON object as in {"enable_thinking": true}'
             raise UsageError(f"--chat-template-kwargs {value!r}: {expected}.")
         kwargs |= parsed
     return kwargs
-
-
-def _json(text: str, otherwise: Any = None) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return otherwise
 
 
 count.help = f"{inspect.cleandoc(count.help or '')}\n\n{SOURCE_HELP}"

@@ -25,8 +25,6 @@ from .sources import CorpusSource, OpenSource, open_source
 from .tokenizer import LoadedTokenizer
 from .workers import MAX_REPORTS, BlockCounter, Count, CountPlan, Tally, processes, this_process
 
-HELD_OUT_SHARE = 0.01
-
 # Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
 _SMALL_BYTES = 4 << 20
 _PROBE_BLOCKS = 4
@@ -42,7 +40,7 @@ def count_tokens(
     run_on: Literal["local", "ray"] = "local",
     tokenizer_library: TokenizerLibrary | Literal["auto"] = "auto",
     seed: int = 0,
-    held_out: float = HELD_OUT_SHARE,
+    held_out: float = 0.01,
     on_error: Literal["stop", "skip"] = "stop",
     progress: bool | Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
@@ -71,9 +69,10 @@ def count_tokens(
         raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
     if not sources:
         raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
-    if len({source.name for source in sources}) < len(sources):
-        names = ", ".join(source.name for source in sources)
-        raise UsageError(f"Source names must be unique; found {names}. Give each a name of its own, as in chat=...")
+    names = [source.name for source in sources]
+    if len({*names}) < len(names):
+        found = f"found {', '.join(names)}. Give each a name of its own, as in chat=..."
+        raise UsageError(f"Source names must be unique; {found}")
     opened = [open_source(source) for source in sources]
     has_chat = any(source.kind == "chat" for source in opened)
     if tokenizer.is_template_given and not has_chat:
@@ -110,15 +109,12 @@ def count_tokens(
             counted.append(_source_counts(source, total, last, plan, tokenizer))
             apart += total.apart
             if held_out and counted[-1].held_out is None:
-                say(
-                    f"{source.source.name}: none of its {total.documents:,} documents was held out, so its coverage "
-                    "can only be measured on what was counted; hold out a larger share"
-                )
+                kept = f"{source.source.name}: none of its {total.documents:,} documents was held out"
+                advice = "so its coverage can only be measured on what was counted; hold out a larger share"
+                say(f"{kept}, {advice}")
     if apart:
-        say(
-            f"{apart:,} messages hold words that were counted by themselves, without an end of turn: the chat template "
-            "refuses them, or does not show them"
-        )
+        why = "without an end of turn: the chat template refuses them, or does not show them"
+        say(f"{apart:,} messages hold words that were counted by themselves, {why}")
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 
 
@@ -153,10 +149,8 @@ def _count_source(
             result, limited_in = BlockCounter(plan).count_up_to(at, block, documents, tokens), block.shard
         for number, reason in result.bad:
             if not plan.skip_bad:
-                raise CorpusError(
-                    f"{block.place(number)}: {reason}. Mend the record, or leave such records out with "
-                    "`eagle-vocab count --on-error skip`."
-                )
+                advice = "Mend the record, or leave such records out with `eagle-vocab count --on-error skip`."
+                raise CorpusError(f"{block.place(number)}: {reason}. {advice}")
             if num_reported < MAX_REPORTS:
                 say(f"skipped {block.place(number)}: {reason}")
             num_reported += 1

@@ -36,11 +36,9 @@ _VERSION = 2
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Documents that were never counted, kept for measuring coverage.
+    """Documents that were never counted, kept for measuring coverage: ids, int32 [tokens], and int64 [documents + 1].
 
-    Attributes:
-        token_ids: int32 [tokens].
-        doc_offsets: int64 [documents + 1]; document d is `token_ids[doc_offsets[d] : doc_offsets[d + 1]]`.
+    Document d is `token_ids[doc_offsets[d] : doc_offsets[d + 1]]`.
     """
 
     token_ids: NDArray[np.int32]
@@ -49,9 +47,8 @@ class HeldOut:
     def __post_init__(self) -> None:
         ids, offsets = self.token_ids, self.doc_offsets
         if offsets[0] != 0 or offsets[-1] != len(ids) or np.any(np.diff(offsets) < 0):
-            raise VocabularyError(
-                f"held-out offsets: expected to rise from 0 to {len(ids)}, the number of held-out tokens."
-            )
+            expected = f"expected to rise from 0 to {len(ids)}, the number of held-out tokens"
+            raise VocabularyError(f"held-out offsets: {expected}.")
 
     @classmethod
     def of_documents(cls, documents: Iterable[NDArray[np.int32]]) -> HeldOut:
@@ -104,12 +101,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """Counts of several sources by one tokenizer; mergeable, weightable.
-
-    Attributes:
-        sources: at least one, of unique names and one vocabulary size.
-        tokenizer_hash: `LoadedTokenizer.tokenizer_hash` of the tokenizer that counted, or None when not known.
-    """
+    """Counts of one or more sources, of unique names, by one tokenizer; its hash is None when not known."""
 
     sources: tuple[SourceCounts, ...]
     tokenizer_hash: str | None
@@ -118,8 +110,7 @@ class TokenCounts:
         if not self.sources:
             raise VocabularyError("Token counts need at least one source.")
         names = [source.name for source in self.sources]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise VocabularyError(f"Source names must be unique; found more than once: {', '.join(repeated)}.")
 
     @property
@@ -135,10 +126,11 @@ class TokenCounts:
     @property
     def held_out_counts(self) -> TokenCounts:
         """Counts of the held-out tokens alone."""
-        parts = [source.held_out.token_ids if source.held_out else () for source in self.sources]
-        counts = [np.bincount(part, minlength=self.vocab_size) for part in parts]
-        sources = zip(self.sources, counts, strict=True)
-        return replace(self, sources=tuple(replace(source, counts=own, held_out=None) for source, own in sources))
+        sources = []
+        for source in self.sources:
+            counts = np.bincount(source.held_out.token_ids if source.held_out else (), minlength=self.vocab_size)
+            sources.append(replace(source, counts=counts, held_out=None))
+        return replace(self, sources=tuple(sources))
 
     def account(self, weights: Mapping[str, float] | None = None) -> list[dict[str, JSON]]:
         """Return name, weight, tokens and provenance of every source, JSON-ready; raises as `mixed_weights`."""
@@ -179,9 +171,8 @@ class TokenCounts:
         """
         found = np.fromiter(map(index, ids), np.int64)
         if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
-            raise VocabularyError(
-                f"Ids to add: expected 0 to {self.vocab_size - 1}, found {found.min()} to {found.max()}."
-            )
+            outside = f"found {found.min()} to {found.max()}"
+            raise VocabularyError(f"Ids to add: expected 0 to {self.vocab_size - 1}, {outside}.")
         counts = np.bincount(found, minlength=self.vocab_size)
         weight = next((each.weight for each in self.sources if each.name == source), 1.0)
         provenance = {"method": "generated", "sha256": hashlib.sha256(found.tobytes()).hexdigest()}
@@ -202,17 +193,10 @@ class TokenCounts:
             if source.held_out is not None:
                 tensors[f"held_out.{position}.token_ids"] = np.ascontiguousarray(source.held_out.token_ids)
                 tensors[f"held_out.{position}.doc_offsets"] = np.ascontiguousarray(source.held_out.doc_offsets)
-        header = {
-            "version": _VERSION,
-            "tokenizer_hash": self.tokenizer_hash,
-            "sources": [
-                {"name": source.name, "weight": source.weight, "provenance": source.provenance}
-                for source in self.sources
-            ],
-        }
-        text = json_bytes(header, sort_keys=True).decode()
+        sources = [{"name": s.name, "weight": s.weight, "provenance": s.provenance} for s in self.sources]
+        header = {"version": _VERSION, "tokenizer_hash": self.tokenizer_hash, "sources": sources}
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={_KEY: text}))
+        return bytes(save(tensors, metadata={_KEY: json_bytes(header, sort_keys=True).decode()}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
@@ -280,11 +264,9 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     """
     if not items:
         raise UsageError("Nothing to merge: name at least one counts file.")
-    hashes = {item.tokenizer_hash for item in items}
+    hashes, sizes = sorted({str(item.tokenizer_hash) for item in items}), sorted({item.vocab_size for item in items})
     if len(hashes) > 1:
-        found = ", ".join(sorted(str(value) for value in hashes))
-        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {found}.")
-    sizes = sorted({item.vocab_size for item in items})
+        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {', '.join(hashes)}.")
     if len(sizes) > 1:
         raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.")
     parts: dict[str, list[SourceCounts]] = {}
@@ -325,10 +307,8 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
             is_twice |= any(file in added[twin]["files"] for file in part["files"])
             added[twin] = _sum_of(added[twin], part)
     if is_twice:
-        raise VocabularyError(
-            f"source {name!r}: the same text would be counted twice. "
-            "Merge each counts file once; give the sources different names if they really differ."
-        )
+        advice = "Merge each counts file once; give the sources different names if they really differ."
+        raise VocabularyError(f"source {name!r}: the same text would be counted twice. {advice}")
     held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
     return SourceCounts(
         name=name,
@@ -343,26 +323,21 @@ def _settings(part: JSON) -> JSON:
     """Return the settings that files were counted with; None for a provenance without files."""
     if not {"files", "digest", "held_out"} <= part.keys():
         return None
-    share = {"share": part["held_out"]["share"]}
-    return {**{key: value for key, value in part.items() if key not in _OF_THE_TEXT}, **share}
+    settings = {key: value for key, value in part.items() if key not in _OF_THE_TEXT}
+    return {**settings, "share": part["held_out"]["share"]}
 
 
 def _sum_of(a: JSON, b: JSON) -> JSON:
+    added = {key: a[key] + b[key] for key in _ADDED}
     held_out = {key: a["held_out"][key] + b["held_out"][key] for key in ("documents", "tokens")}
-    return {
-        **a,
-        **{key: a[key] + b[key] for key in _ADDED},
-        "files": sorted([*a["files"], *b["files"]], key=lambda file: str(file["name"])),
-        "digest": f"{(int(a['digest'], 16) + int(b['digest'], 16)) % 2**64:016x}",
-        "held_out": {**a["held_out"], **held_out},
-    }
+    files = sorted([*a["files"], *b["files"]], key=lambda file: str(file["name"]))
+    digest = f"{(int(a['digest'], 16) + int(b['digest'], 16)) % 2**64:016x}"
+    return {**a, **added, "files": files, "digest": digest, "held_out": {**a["held_out"], **held_out}}
 
 
 def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> TokenCounts:
-    if header["version"] != _VERSION:
-        raise VocabularyError(
-            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it."
-        )
+    if (version := header["version"]) != _VERSION:
+        raise VocabularyError(f"counts of format version {version}, but this eagle-slim reads {_VERSION}. Update it.")
     sources = []
     for position, entry in enumerate(header["sources"]):
         token_ids = tensors.get(f"held_out.{position}.token_ids")

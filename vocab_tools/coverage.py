@@ -31,8 +31,7 @@ class SourceCoverage:
 
     Attributes:
         weight: share of the source in the mean, 1 in sum.
-        part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking); of the
-            mean "held-out and counted" where the sources differ.
+        part: "counted" where nothing was held out (optimistic: the same text made the ranking).
         documents: number measured; 0 for counted text, where documents are not known.
         coverage: share of the tokens covered, float64 [sizes].
         error: standard error of the coverage over documents, float64 [sizes]; None with fewer than two documents.
@@ -59,18 +58,28 @@ class SourceCoverage:
         width = _NORMAL_QUANTILE * self.error
         return np.maximum(self.coverage - width, 0.0), np.minimum(self.coverage + width, 1.0)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of a report."""
+        low, high = self.interval or (None, None)
+        entry = {name: getattr(self, name) for name in ("name", "weight", "part", "documents", "tokens")}
+        shares = {"coverage": self.coverage, "low": low, "high": high, "baseline_first_ids": self.baseline}
+        if self.beside is not None:
+            shares["beside"] = self.beside
+        for name, values in shares.items():
+            entry[name] = None if values is None else [round(value, 6) for value in values.tolist()]
+        if self.floor is not None:
+            entry |= {"floor": self.floor, "holds": (self.coverage >= self.floor).tolist()}
+        return {**entry, "weight": round(self.weight, 6)}
+
 
 @dataclass(frozen=True, eq=False)
 class CoverageReport:
     """Coverage of a draft vocabulary over sizes and sources.
 
     Attributes:
-        draft_vocab: size that is to be used, one of `sizes`.
-        sizes: ascending; every one at least the number of forced ids.
-        sources: one entry per source, the least covered at `draft_vocab` first, then "all sources" when there are
-            several.
-        uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
-            text.
+        draft_vocab: size that is to be used, one of `sizes`, which ascend.
+        sources: the least covered at `draft_vocab` first, then "all sources" when there are several.
+        uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the counted text.
         warnings: sources on which the ranking loses to the baseline or measured on counted text; sorted lists.
     """
 
@@ -83,33 +92,13 @@ class CoverageReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report JSON-ready; shares are rounded to six digits."""
-        sources = []
-        for source in self.sources:
-            low, high = source.interval or (None, None)
-            sources.append(
-                {
-                    "name": source.name,
-                    "weight": round(source.weight, 6),
-                    "part": source.part,
-                    "documents": source.documents,
-                    "tokens": source.tokens,
-                    "coverage": _rounded(source.coverage),
-                    "low": _rounded(low),
-                    "high": _rounded(high),
-                    "baseline_first_ids": _rounded(source.baseline),
-                }
-            )
-            if source.beside is not None:
-                sources[-1]["beside"] = _rounded(source.beside)
-            if source.floor is not None:
-                sources[-1] |= {"floor": source.floor, "holds": (source.coverage >= source.floor).tolist()}
         return {
             "draft_vocab": self.draft_vocab,
             "target_vocab": self.target_vocab,
             "confidence": 0.95,
             "uncounted": self.uncounted,
             "sizes": list(self.sizes),
-            "sources": sources,
+            "sources": [source.to_json() for source in self.sources],
             "warnings": list(self.warnings),
         }
 
@@ -166,10 +155,9 @@ def measure_coverage(
         sizes: draft-vocabulary sizes to measure; default powers of two up to the vocabulary's own size.
         weights: share of each source in the mean, by name.
         draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: the largest.
-        candidates: ids that a vocabulary could hold, such as those a head was trained on; the baseline takes the first
-            of them. Default all.
+        candidates: ids that a vocabulary could hold, of which the baseline takes the first. Default all.
         beside: another vocabulary, of at least the same sizes, to measure on the same text.
-        floors: share of a source's tokens that must be covered, by name; the report says which are.
+        floors: share of a source's tokens that must be covered, by name.
 
     Raises:
         TokenizerError: vocabulary and counts belong to different tokenizers.
@@ -183,12 +171,14 @@ def measure_coverage(
             "Count with the vocabulary's tokenizer."
         )
     grid = _sizes(vocab, sizes)
-    length = max(vocab.target_vocab, counts.vocab_size)
     first_ids = np.arange(vocab.target_vocab) if candidates is None else np.sort(candidates)
     forced = vocab.target_ids[: vocab.num_forced if vocab.ranked else 0]
     first_ids = np.concatenate([forced, first_ids[~np.isin(first_ids, forced)]])
     orders = [vocab.target_ids, first_ids, *([] if beside is None else [beside.target_ids])]
-    buckets = np.stack([_buckets(order, grid, length) for order in orders])
+    # Of every order and id, the place of the first size that covers it; len(grid) for none.
+    buckets = np.full((len(orders), max(vocab.target_vocab, counts.vocab_size)), len(grid))
+    for places, order in zip(buckets, orders, strict=True):
+        places[order] = np.searchsorted(np.asarray(grid), np.arange(len(order)), side="right")
     draft_vocab = grid[-1] if draft_vocab is None else draft_vocab
     given = counts.source_weights(weights)
     check_floors(floors or {}, [source.name for source in counts.sources])
@@ -218,19 +208,14 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """Return the sizes to measure, ascending; without any, powers of two from 1,024 on and the vocabulary's own."""
     smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
     if sizes is None:
-        sizes = [size for size in (1 << exponent for exponent in range(10, 21)) if smallest <= size < vocab.size]
-        sizes = [*sizes, vocab.size]
-    wrong = [size for size in sizes if not smallest <= size <= vocab.size]
-    if wrong:
-        raise UsageError(f"--sizes {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.")
+        sizes = [
+            *(size for size in (1 << place for place in range(10, 21)) if smallest <= size < vocab.size),
+            vocab.size,
+        ]
+    for size in sizes:
+        if not smallest <= size <= vocab.size:
+            raise UsageError(f"--sizes {size}: expected {smallest} to {vocab.size} for this vocabulary.")
     return tuple(sorted({int(size) for size in sizes}))
-
-
-def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDArray[np.int64]:
-    """Return for every id the position of the first size that covers it, int64 [length]; len(sizes) for none."""
-    rank = np.full(length, len(order) + max(sizes), np.int64)
-    rank[order] = np.arange(len(order))
-    return np.searchsorted(np.asarray(sizes), rank, side="right").astype(np.int64)
 
 
 def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int64], num_sizes: int) -> SourceCoverage:
@@ -238,17 +223,15 @@ def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int6
 
     `buckets` [orders, ids] are those of the ranking, of the baseline, and of a vocabulary beside it.
     """
-    held_out = source.held_out
-    part: Part = "counted" if held_out is None or not held_out.num_tokens else "held-out"
+    part: Part = "held-out"
     token_ids: NDArray[Any]
-    if held_out is None or part == "counted":
-        token_ids, times = np.arange(len(source.counts)), source.counts
-        lengths = np.array([source.counts.sum()])
-        owner = np.zeros(len(token_ids), np.int64)
-    else:
-        token_ids, times = held_out.token_ids, np.ones(held_out.num_tokens, np.int64)
-        lengths = np.diff(held_out.doc_offsets)
+    if source.held_out is not None and source.held_out.num_tokens:
+        token_ids, times = source.held_out.token_ids, np.ones(source.held_out.num_tokens, np.int64)
+        lengths = np.diff(source.held_out.doc_offsets)
         owner = np.repeat(np.arange(len(lengths)), lengths)
+    else:
+        part, token_ids, times = "counted", np.arange(len(source.counts)), source.counts
+        lengths, owner = np.array([source.counts.sum()]), np.zeros(len(token_ids), np.int64)
     tokens = int(lengths.sum())
     if tokens == 0:
         raise VocabularyError(f"source {source.name!r}: there are no tokens to measure coverage on.")
@@ -282,8 +265,7 @@ def _standard_error(covered: NDArray[np.float64], lengths: NDArray[np.int64]) ->
         return None
     residuals = covered - covered.sum(axis=0) / tokens * lengths[:, None]
     variance = documents / (documents - 1) * (residuals**2).sum(axis=0) / float(tokens) ** 2
-    error: NDArray[np.float64] = np.sqrt(variance)
-    return error
+    return np.asarray(np.sqrt(variance))
 
 
 def _weighted_mean(measured: Sequence[SourceCoverage]) -> SourceCoverage:
@@ -320,7 +302,3 @@ def _warnings(measured: Sequence[SourceCoverage], position: int, size: int) -> l
             "nothing was held out: it is optimistic"
         )
     return found
-
-
-def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:
-    return None if values is None else [round(float(value), 6) for value in values]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
@@ -30,13 +30,7 @@ MAX_TEXT_CHARS = 1 << 20
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """The description of an encoder, from which any process builds it.
-
-    Attributes:
-        tokenizer_json: a tokenizer.json without truncation, padding and post-processor.
-        vocab_size: largest id + 1.
-        library: which library encodes.
-    """
+    """The description of an encoder, from which any process builds it; see `encoder_spec`."""
 
     tokenizer_json: str
     vocab_size: int
@@ -52,12 +46,7 @@ def encoder_spec(backend: Tokenizer, vocab_size: int) -> EncoderSpec:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """Token ids of several texts.
-
-    Attributes:
-        token_ids: uint32 [tokens], of all texts, concatenated.
-        offsets: int64 [texts + 1].
-    """
+    """Token ids of several texts, concatenated, uint32 [tokens], and where each begins, int64 [texts + 1]."""
 
     token_ids: NDArray[np.uint32]
     offsets: NDArray[np.int64]
@@ -73,7 +62,7 @@ def name_and_version(library: TokenizerLibrary) -> str:
 
 
 def build_encoder(spec: EncoderSpec) -> Encode:
-    """Build the encoder of a spec; raises TokenizerError where its library is missing or cannot load the tokenizer."""
+    """Build an encoder; raises TokenizerError where its library is missing or cannot load the tokenizer."""
     if spec.library == "fastokens":
         return _fastokens(spec.tokenizer_json)
     from tokenizers import Tokenizer
@@ -107,9 +96,8 @@ def _fastokens(tokenizer_json: str) -> Encode:
         try:
             ids, offsets = tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
         except Exception as error:  # any error at all
-            raise TokenizerError(
-                f"fastokens cannot encode the corpus (--tokenizer-library tokenizers may): {error}"
-            ) from error
+            problem = "cannot encode the corpus (--tokenizer-library tokenizers may)"
+            raise TokenizerError(f"fastokens {problem}: {error}") from error
         return Encoded(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).astype(np.int64))
 
     return encode
@@ -135,10 +123,8 @@ def _parts(text: str) -> list[str]:
     start = 0
     while len(text) - start > MAX_TEXT_CHARS:
         stop = start + MAX_TEXT_CHARS
-        cut = text.rfind("\n", start, stop) + 1
-        if cut <= start:
-            cut = text.rfind(" ", start + 1, stop)
-        cut = stop if cut <= start else cut
+        cuts = (text.rfind("\n", start, stop) + 1, text.rfind(" ", start + 1, stop), stop)
+        cut = next(cut for cut in cuts if cut > start)
         parts.append(text[start:cut])
         start = cut
     return [*parts, text[start:]]
@@ -157,9 +143,8 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint32]:
     """Encode a text and keep the tokens that begin at or behind the character `start`, uint32 [tokens]."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-    kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[begins >= start]
-    return kept
+    kept = [token_id for token_id, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True) if begin >= start]
+    return np.array(kept, np.uint32)
 
 
 def choose_library(
@@ -172,13 +157,8 @@ def choose_library(
     """
     if requested == "tokenizers":
         return "tokenizers", "as asked for"
-    places, texts = [], []
     try:
-        fast = build_encoder(EncoderSpec(spec.tokenizer_json, spec.vocab_size, "fastokens"))
-        for where, text in probe:
-            places.append(where)
-            texts.append(text)
-        reason = _difference(spec, fast, places, texts)
+        reason = _difference(spec, build_encoder(replace(spec, library="fastokens")), list(probe))
     except TokenizerError as error:
         reason = str(error).rstrip(".")
     if not reason:
@@ -188,17 +168,14 @@ def choose_library(
     return "tokenizers", reason
 
 
-def _difference(spec: EncoderSpec, fast: Encode, places: Sequence[str], texts: Sequence[str]) -> str:
-    """Say why an encoder may not stand in for `tokenizers` on these texts; "" where it may."""
+def _difference(spec: EncoderSpec, fast: Encode, probe: Sequence[tuple[str, str]]) -> str:
+    """Say why an encoder may not stand in for `tokenizers` on a probe; "" where it may."""
+    texts = [text for _, text in probe]
     if not any(texts):
         return "found no text in the corpus to compare fastokens with tokenizers on"
-    expected = encode_all(build_encoder(spec), texts)
-    found = encode_all(fast, texts)
-    for place, one, other in zip(places, _rows(expected), _rows(found), strict=True):
+    expected, found = (encode_all(encode, texts) for encode in (build_encoder(spec), fast))
+    rows = (np.split(encoded.token_ids, encoded.offsets[1:-1]) for encoded in (expected, found))
+    for (place, _), one, other in zip(probe, *rows, strict=True):
         if not np.array_equal(one, other):
             return f"fastokens gives other ids than tokenizers at {place}"
     return ""
-
-
-def _rows(encoded: Encoded) -> list[NDArray[np.uint32]]:
-    return np.split(encoded.token_ids, encoded.offsets[1:-1])

@@ -29,9 +29,9 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
     path = Path(path)
     try:
         mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise error_type(f"{path}: no such {what}.") from error
     except OSError as error:
-        if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise error_type(f"{path}: no such {what}.") from error
         raise error_type(f"{path}: cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(mode):
         found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"

@@ -34,14 +34,12 @@ _SEARCH_S = 60.0
 
 @dataclass(frozen=True, eq=False)
 class FloorProblem:
-    """Ids to choose from, and floors to hold.
+    """Ids to choose from, and floors to hold, float64 [floors].
 
     Attributes:
         score: weighted share of counted text per id, float64 [ids].
         is_forced: ids that every choice holds, bool [ids].
-        counted: share of each source's counted text per id, float64 [floors, ids].
-        measured: the same of the text on which floors are measured, float64 [floors, ids].
-        floors: float64 [floors].
+        counted, measured: share of each source's counted, and measured, text per id, float64 [floors, ids].
     """
 
     score: NDArray[np.float64]
@@ -59,10 +57,9 @@ class FloorProblem:
         return bool((self.reached(chosen) >= self.floors - _TOLERANCE).all())
 
     def choose(self, size: int) -> tuple[NDArray[np.bool_], float] | None:
-        """Choose `size` ids that hold all floors, bool [ids].
+        """Choose `size` ids that hold all floors, bool [ids], by counted text; None where no choice was found so.
 
-        Returns also the most weighted share that any `size` ids cover which hold the floors on counted text; None where
-        no such choice was found by counted text.
+        Returns also the most weighted share that any `size` ids cover which hold the floors on counted text.
         """
         needed, bound = self.floors, np.inf
         for _ in range(_MAX_ROUNDS):

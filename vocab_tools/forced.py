@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -51,10 +52,7 @@ _ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipython"
 
 @dataclass(frozen=True)
 class ForcedIds:
-    """Target ids that are forced into a draft vocabulary: ascending and unique, int64 [forced], with the reasons by id.
-
-    The warnings say what could not be found out.
-    """
+    """Target ids that are forced into a draft vocabulary, ascending, int64 [forced], with the reasons by id."""
 
     ids: NDArray[np.int64]
     reasons: Mapping[int, str]
@@ -67,20 +65,18 @@ def forced_ids(
     """List the ids that must be in any draft vocabulary for this tokenizer.
 
     They are: eos (one or several), bos and pad of generation_config.json and tokenizer_config.json; end-of-turn, tool
-    and reasoning markers of well-known names; every added token that a chat template can emit, found both in its source
-    and by rendering probe conversations with all roles, tools and reasoning; single-byte tokens; what the caller adds.
+    and reasoning markers of well-known names; every added token that a chat template can emit; single-byte tokens; what
+    the caller adds. `force_added` "all" forces every added token, reserved ones too.
 
-    `force_added` "all" forces every added token, reserved ones too; `extra` ids are forced "by request". Raises
-    UsageError for an extra id that no token has.
+    Raises UsageError for an `extra` id that no token has.
     """
-    reasons: dict[int, list[str]] = {}
+    # Of each id its reasons, each once.
+    reasons: dict[int, dict[str, None]] = {}
     warnings: list[str] = []
     real = set(tokenizer.real_ids.tolist())
 
     def force(token_id: int, reason: str) -> None:
-        known = reasons.setdefault(token_id, [])
-        if reason not in known:
-            known.append(reason)
+        reasons.setdefault(token_id, {}).setdefault(reason)
 
     for token_id, reason in tokenizer.configured_ids:
         if token_id in real:
@@ -96,10 +92,9 @@ def forced_ids(
         if force_added == "all":
             force(token_id, "added token")
     if not tokenizer.chat_templates:
-        warnings.append(
-            f"{tokenizer.source} has no chat template: role and tool markers are unknown and not forced "
-            "(--force-added all forces every added token, --force-id single ones)"
-        )
+        advice = "(--force-added all forces every added token, --force-id single ones)"
+        unknown = "role and tool markers are unknown and not forced"
+        warnings.append(f"{tokenizer.source} has no chat template: {unknown} {advice}")
     for name, template in tokenizer.chat_templates.items():
         label = "chat template" if name == "default" else f"chat template '{name}'"
         for token_id in sorted(_template_tokens(tokenizer, template)):
@@ -110,17 +105,14 @@ def forced_ids(
         if token_id not in real:
             raise UsageError(f"--force-id {token_id}: {tokenizer.source} has no such token.")
         force(token_id, "by request")
-    return ForcedIds(
-        ids=np.array(sorted(reasons), np.int64),
-        reasons={token_id: ", ".join(reasons[token_id]) for token_id in sorted(reasons)},
-        warnings=tuple(warnings),
-    )
+    joined = {token_id: ", ".join(reasons[token_id]) for token_id in sorted(reasons)}
+    return ForcedIds(np.array([*joined], np.int64), joined, tuple(warnings))
 
 
 def _template_tokens(tokenizer: LoadedTokenizer, template: str) -> set[int]:
-    """Return the added tokens that a chat template can emit: those in its source, and those that probes make it emit.
+    """Return the added tokens that a chat template can emit.
 
-    The source alone misses markers put together from a role (`'<|' + message.role + '|>'`); probes alone miss branches
+    Its source alone misses markers put together from a role (`'<|' + message.role + '|>'`); probes alone miss branches
     that no probe enters.
     """
     added = tokenizer.added_tokens.keys()
@@ -140,13 +132,11 @@ def _literals(template: ChatTemplate, special_tokens: Mapping[str, str]) -> list
             text = special_tokens.get(node.name)
             return node if text is None else nodes.Const(text, environment=node.environment)
 
-    found: dict[str, None] = {}
-    tree = Named().visit(template.syntax_tree)
-    for node in tree.find_all(nodes.Expr):
+    found: set[str] = set()
+    for node in Named().visit(template.syntax_tree).find_all(nodes.Expr):
         with contextlib.suppress(nodes.Impossible):
-            text = node.as_const()
-            if text and isinstance(text, str):
-                found.setdefault(text)
+            if isinstance(text := node.as_const(), str):
+                found.add(text)
     return list(found)
 
 
@@ -163,12 +153,9 @@ def _probe(template: ChatTemplate) -> Iterator[str]:
         [_USER, {**_CALLING, "content": None}],
     ]
     for role in _ROLES:
-        conversations.append([_USER, _CALLING, {"role": role, **result}, _ASSISTANT])
-        conversations.append([_USER, {"role": role, "content": "Hello"}])
-        conversations.append([{"role": role, "content": "Hello"}])
+        hello = {"role": role, "content": "Hello"}
+        conversations += [[_USER, _CALLING, {"role": role, **result}, _ASSISTANT], [_USER, hello], [hello]]
     variables: Sequence[dict[str, Any]] = ({}, {"enable_thinking": False}, {"enable_thinking": True, "thinking": True})
-    for messages in conversations:
-        for tools in (None, [_TOOL]):
-            for extra in variables:
-                with contextlib.suppress(ChatError):
-                    yield template.render(messages, add_generation_prompt=True, tools=tools, **extra)
+    for messages, tools, extra in product(conversations, (None, [_TOOL]), variables):
+        with contextlib.suppress(ChatError):
+            yield template.render(messages, add_generation_prompt=True, tools=tools, **extra)

@@ -43,12 +43,10 @@ Choose = Callable[[Sequence[str], str], list[str]]
 
 
 class HubError(SourceError):
-    """A request to the Hub failed.
+    """A request to the Hub failed: what happened, and what to do.
 
-    Attributes:
-        headline, advice: what happened, beginning with the repository, and what to do.
-        reason: "offline", "unreachable", "busy", "missing", "access", "refused" or "disk".
-        passes: whether the same request may well succeed in a moment.
+    `reason` is "offline", "unreachable", "busy", "missing", "access", "refused" or "disk"; `passes`, whether the same
+    request may well succeed in a moment.
     """
 
     def __init__(self, headline: str, advice: str, reason: str, passes: bool = False) -> None:
@@ -63,12 +61,9 @@ class HubError(SourceError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A commit of a repository in the cache.
+    """A commit of a repository in the cache: its folder, with the files that were asked for.
 
-    Attributes:
-        folder: holds the files that were asked for.
-        repo_id, commit: what it is a snapshot of.
-        files: names of all files of the repository; offline, of those in `folder`.
+    `files` are the names of all files of the repository; offline, of those in `folder`.
     """
 
     folder: Path
@@ -205,9 +200,8 @@ def _listing(repo_id: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
 def _fetched(repo_id: str, revision: str | None, commit: str, files: tuple[str, ...], choose: Choose) -> Snapshot:
     names = choose(files, f"{repo_id}@{commit[:12]}")
     if not names:
-        found = ", ".join(files[:8]) or "no files"
-        problem = f"holds none of the files that are needed; it has {found}.\nIs this the repository of a model?"
-        raise SourceError(f"{repo_id}: {problem}")
+        problem = f"holds none of the files that are needed; it has {', '.join(files[:8]) or 'no files'}"
+        raise SourceError(f"{repo_id}: {problem}.\nIs this the repository of a model?")
     # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
     # it. The others are asked for by the commit, so that all come from one.
     folder = without(_download(repo_id, names[0], revision), names[0])
@@ -244,7 +238,7 @@ def _download(repo_id: str, name: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def explained(repo_id: str, revision: str | None = None, purpose: str = "read") -> Iterator[None]:
+def explained(repo_id: str, revision: str | None = None) -> Iterator[None]:
     """Raise the errors of huggingface_hub, its HTTP library and the cache's disk as `HubError`; as `trouble_of`."""
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -253,11 +247,11 @@ def explained(repo_id: str, revision: str | None = None, purpose: str = "read") 
     try:
         yield
     except expected as error:
-        raise trouble_of(error, repo_id, revision, purpose) from error
+        raise trouble_of(error, repo_id, revision) from error
 
 
-def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubError:
-    """Make the `HubError` for an error of a request, or one caused by it; `purpose` is "read" or "write"."""
+def trouble_of(error: BaseException, repo_id: str, revision: str | None = None) -> HubError:
+    """Make the `HubError` for an error of a request, or one caused by it."""
     from huggingface_hub import constants, errors
 
     http_error = http_error_type()
@@ -269,15 +263,13 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     said = plain(getattr(cause, "server_message", None) or cause)
     hub, status = plain(constants.ENDPOINT), getattr(getattr(cause, "response", None), "status_code", None)
     name, is_http = type(cause).__name__, isinstance(cause, http_error)
-    no_access = (errors.LocalTokenNotFoundError, errors.DisabledRepoError)
-    no_repository = (errors.HFValidationError, *((errors.RepositoryNotFoundError,) if purpose == "read" else ()))
     advice, passes = f"See {hub}/{repo_id}.", status in _BUSY
     if isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return not_cached(repo_id)
     if isinstance(cause, errors.GatedRepoError):
         reason, what = "access", "a gated repository, and this account has no access to it"
         advice = f"Ask for access at {hub}/{repo_id}. Then: {_LOGIN}"
-    elif isinstance(cause, no_repository):
+    elif isinstance(cause, errors.HFValidationError | errors.RepositoryNotFoundError):
         reason, what = "missing", f"no such folder here, and no such repository at {hub}, or a private one"
         advice = f"Check the spelling; expected is name/model. For a private one: {_LOGIN}"
     elif isinstance(cause, errors.RevisionNotFoundError):
@@ -288,7 +280,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         # The library's message may hold the token.
         reason, what = "access", "the token holds what no request can carry, such as letters that are not ASCII"
         advice = "Look at HF_TOKEN, or log in anew with `hf auth login`."
-    elif status in (401, 403) or isinstance(cause, no_access):
+    elif status in (401, 403) or isinstance(cause, errors.LocalTokenNotFoundError | errors.DisabledRepoError):
         reason, what = "access", f"no access with this account ({said})"
         advice = f"{_LOGIN} To upload, the token needs the right to write to this name."
     elif status in _BUSY:
@@ -320,10 +312,7 @@ def not_cached(repo_id: str, what: str = "") -> HubError:
 
 
 def plain(text: object, limit: int = 200) -> str:
-    """Return what a library or server says on one line, without its full stop, cut to `limit` characters.
-
-    Of addresses, what may be a secret is left out.
-    """
+    """Return what a library or server says on one line of `limit` characters, without what may be a secret."""
     line = _ADDRESS.sub(r"\1\2", " ".join(str(text).split())).rstrip(".")
     line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= limit else line[: limit - 1] + "…"

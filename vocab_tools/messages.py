@@ -42,16 +42,17 @@ def kind_of(value: Any) -> str:
 
 def messages_in_text(text: str) -> list[Any] | None:
     """Return the messages that a text holds as JSON, which is how string columns store them; None for other text."""
-    value = _json(text) if text.lstrip().startswith("[") else None
+    value = json_value(text) if text.lstrip().startswith("[") else None
     first = value[0] if isinstance(value, list) and value else None
     return value if isinstance(first, dict) and ("role" in first or "from" in first) else None
 
 
-def _json(text: str) -> Any:
+def json_value(text: str, otherwise: Any = None) -> Any:
+    """Parse JSON; give `otherwise` for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return otherwise
 
 
 def normalise_messages(value: Any) -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
     rest = {key: item for key, item in message.items() if item is not None}
     # Tables write calls as JSON text, and a message without calls has an empty list of them.
     calls = rest.pop("tool_calls", None)
-    calls = _json(calls) if isinstance(calls, str) else calls
+    calls = json_value(calls) if isinstance(calls, str) else calls
     role, content = rest.pop("role", None), rest.pop("content", None)
     if role is None and "from" in rest:
         speaker = rest.pop("from")
@@ -174,7 +175,7 @@ def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     waiting: list[tuple[str, str]] = []
     for message in messages:
         role, content = message["role"], message["content"]
-        given = _json(content) if role == _CALL and isinstance(content, str) else message.get("function_call")
+        given = json_value(content) if role == _CALL and isinstance(content, str) else message.get("function_call")
         given = given if isinstance(given, list) else [given]
         calls = [call for call in given if isinstance(call, dict) and "name" in call]
         if calls:
@@ -249,7 +250,7 @@ def _function(call: Any) -> Mapping[str, Any]:
 
 
 def _parsed(arguments: Any) -> Any:
-    parsed = _json(arguments) if isinstance(arguments, str) else None
+    parsed = json_value(arguments) if isinstance(arguments, str) else None
     return arguments if parsed is None else parsed
 
 

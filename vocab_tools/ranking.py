@@ -54,17 +54,15 @@ def rank_vocabulary(
     """Rank the vocabulary by counted text and cut it to a size.
 
     Args:
-        size: number of ids N, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
-        coverage: take instead the smallest size that covers this share of the held-out tokens (of the counted ones
-            where nothing was held out), sources weighted, rounded up to a multiple of 64, at most all that can be
-            chosen.
-        tokenizer: the target's tokenizer; gives the real ids and, unless `forced` is given, the forced ones.
+        size: number of ids, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
+        coverage: take the smallest size that covers this share of the held-out tokens (of the counted ones where
+            nothing was held out), sources weighted, rounded up to a multiple of 64, at most all that can be chosen.
+        tokenizer: the target's; gives the real ids and, unless `forced` is given, the forced ones.
         forced: ids that must be in, overriding the tokenizer's; a plain sequence of ids has no reasons.
         target_vocab: rows of the target's LM head; ids from there on are never chosen. Default: `counts.vocab_size`.
-        candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
-            and never added; N may equal their number.
+        candidates: ids the head was trained on, when it already has a map: no others are chosen, forced or not.
         weights: share of each source by name, overriding the counts' own weights.
-        floors: share of a source's tokens, measured as for `coverage`, by name, that the `size` ids must cover. They
+        floors: share of a source's tokens by name, measured as for `coverage`, that the `size` ids must cover; they
             are chosen to cover the most of all sources, weighted, beside these.
 
     Raises:
@@ -82,11 +80,9 @@ def rank_vocabulary(
     if target_vocab is None:
         target_vocab, provenance["target_vocab_from"] = counts.vocab_size, "counts"
     warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
-    beyond = sum(int(source.counts[target_vocab:].sum()) for source in counts.sources)
-    if beyond:
-        warnings.append(
-            f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
-        )
+    if beyond := sum(int(source.counts[target_vocab:].sum()) for source in counts.sources):
+        where = f"beyond the target's vocabulary of {target_vocab}"
+        warnings.append(f"{beyond:,} counted tokens have ids {where}; they are left out")
     pool, more = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced)
     warnings += more
     score = np.pad(counts.weighted(weights), (0, max(target_vocab - counts.vocab_size, 0)))
@@ -124,18 +120,16 @@ def rank_by_order(
 ) -> DraftVocab:
     """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
 
-    Forced ids come first, in that order. Those that the order lacks are added, displacing its last ids, with a
-    warning.
+    Forced ids come first, in that order; those that it lacks are added, displacing its last ids, with a warning.
 
     Args:
         order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
             real ids ascending, which for BPE is merge order.
-        size: number of ids N, kept exactly; default all of the order.
-        tokenizer, forced, candidates: as in `rank_vocabulary`.
-        target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
+        size: number of ids, kept exactly; default all of the order.
+        tokenizer, forced, candidates, target_vocab: as in `rank_vocabulary`; one of the first and the last is needed.
 
     Raises:
-        UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
+        UsageError: the size does not fit, or neither tokenizer nor target_vocab is given.
         VocabularyError: ids of the order break a rule.
         TokenizerError: the order, or the candidates, are a vocabulary that was made with another tokenizer.
     """
@@ -185,13 +179,9 @@ def check_floors(floors: Mapping[str, float], names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Pool:
-    """The ids that may be chosen, and those that must be.
+    """The ids that may be chosen, and the forced ones of them, int64 [ids] and ascending both.
 
-    Attributes:
-        ids: may be chosen, int64 [pool], ascending: the tokenizer's ids that the target has rows for, and that the
-            head was trained on.
-        forced: must be, int64 [forced], ascending, all in `ids`.
-        trained: number of ids the head was trained on, None for a head without a map.
+    `trained` is the number of ids that the head was trained on, None for a head without a map.
     """
 
     ids: NDArray[np.int64]
@@ -216,17 +206,14 @@ class _Pool:
         ids = ids[ids < target_vocab]
         if forced is None:
             forced = () if tokenizer is None else forced_ids(tokenizer)
-        reasons: Mapping[int, str] = {}
-        warnings: list[str] = []
-        if isinstance(forced, ForcedIds):
-            reasons, wanted = forced.reasons, forced.ids
-            warnings.extend(forced.warnings)
-        else:
-            wanted = np.unique(np.array([index(token_id) for token_id in forced], np.int64))
+        is_asked = not isinstance(forced, ForcedIds)
+        if not isinstance(forced, ForcedIds):
+            forced = ForcedIds(np.unique(np.array([index(token_id) for token_id in forced], np.int64)), {})
+        warnings, wanted = list(forced.warnings), forced.ids
         is_real = np.isin(wanted, ids)
         if not is_real.all():
             outside = f"outside the target's vocabulary of {target_vocab}"
-            if not isinstance(forced, ForcedIds):
+            if is_asked:
                 raise UsageError(f"--force-id {wanted[~is_real][0]} is {outside}.")
             warnings.append(f"forced ids {outside} are left out: {some_ids(wanted[~is_real])}")
             wanted = wanted[is_real]
@@ -244,15 +231,14 @@ class _Pool:
                 warnings.append(f"forced ids that this head was never trained on are not added: {some_ids(untrained)}")
             wanted = wanted[np.isin(wanted, ids)]
             account = {"trained_ids": trained, "forced_but_untrained": untrained.tolist()}
-        account = {"forced": {str(i): reasons.get(i, "by request") for i in wanted.tolist()}, **account}
+        account = {"forced": {str(i): forced.reasons.get(i, "by request") for i in wanted.tolist()}, **account}
         return cls(ids, wanted, target_vocab, trained, account), warnings
 
     def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return all ids of the pool: forced first, then by score descending, ties by id."""
-        is_other = ~np.isin(self.ids, self.forced)
         # lexsort's last key is the first in importance.
-        ordered: NDArray[np.int64] = self.ids[np.lexsort((self.ids, -score[self.ids], is_other))]
-        return ordered
+        order = np.lexsort((self.ids, -score[self.ids], ~np.isin(self.ids, self.forced)))
+        return np.take(self.ids, order)
 
     @property
     def largest_size(self) -> int:
@@ -263,10 +249,9 @@ class _Pool:
         self, order: NDArray[np.int64], size: int | None, provenance: Provenance, warnings: Sequence[str]
     ) -> DraftVocab:
         """Take the first N of an order as a vocabulary with its provenance, and with a warning of a size to pad."""
-        if size is None:
-            size = len(order)
-        else:
+        if size is not None:
             self.check_size(size)
+        size = len(order) if size is None else size
         # A size that was found for a coverage is a multiple, or as large as it can be.
         is_odd = size < len(self.ids) and "size_from_coverage" not in provenance
         told = [*warnings, *(padding_warning(size) if is_odd else ())]
@@ -291,8 +276,7 @@ def _size_for_coverage(
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the held-out tokens, and the account of it.
 
-    Where a source with a weight above 0 held nothing out, all are measured on their counted text. Sources without a
-    token are left out, as in `TokenCounts.weighted`.
+    Where a source with a weight above 0 held nothing out, all are measured on their counted text.
     """
     check_share("--coverage", coverage)
     chosen, part, measured = counts.source_weights(weights), "held-out", counts.held_out_counts
@@ -323,16 +307,12 @@ def _hold_floors(
     size: int,
     pool: _Pool,
 ) -> tuple[NDArray[np.int64], Floors, list[str]]:
-    """Return an order whose first `size` ids hold the floors, the account of it, and warnings.
-
-    Where the first `size` ids of the order hold them already, it stays as it is.
-    """
+    """Return an order whose first `size` ids hold the floors, as it is where they do; the account of it; warnings."""
     named = [{source.name: source.counts for source in each.sources} for each in (counts, counts.held_out_counts)]
     texts, held_out = (np.stack([np.pad(each[name], (0, pool.target_vocab)) for name in floors]) for each in named)
     if not texts.any(axis=1).all():
-        raise VocabularyError(
-            f"--floor: one source of {', '.join(floors)} holds no token. Count some of its text first."
-        )
+        names = ", ".join(floors)
+        raise VocabularyError(f"--floor: one source of {names} holds no token. Count some of its text first.")
     parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
     measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
     problem = FloorProblem(
@@ -393,7 +373,7 @@ def _ranked_as_given(
 ) -> tuple[NDArray[np.int64], int, list[str]]:
     """Return the pool's ids in a given order, forced ones first, the size (that of the order by default), and warnings.
 
-    The warnings that are `known` stand in the message where too few ids can be used.
+    Where too few ids can be used, the message tells the warnings that are `known`, too.
     """
     warnings: list[str] = []
     order = check_ids(order, pool.target_vocab, "token map")
@@ -405,21 +385,17 @@ def _ranked_as_given(
         warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some_ids(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]
     if len(missing):
-        warnings.append(
-            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: "
-            f"{some_ids(missing)}"
-        )
+        lacks = f"lacks {len(missing)} forced ids; they are added in place of its last ones"
+        warnings.append(f"the token map {lacks}: {some_ids(missing)}")
     is_forced = np.isin(usable, pool.forced)
     ranked = np.concatenate([usable[is_forced], missing, usable[~is_forced]])
     if size is None:
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
         pool.check_size(size)
-        told = [*known, *warnings]
-        why = f" ({'; '.join(told)})" if told else ""
-        raise UsageError(
-            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}."
-        )
+        why = f" ({'; '.join([*known, *warnings])})" if known or warnings else ""
+        found = f"only {len(ranked)} usable ids are ranked{why}"
+        raise UsageError(f"A draft vocabulary of {size} was asked for, but {found}.")
     elif size < len(usable):
         warnings.extend(doubts_of_rank(order, size))
     return ranked, size, warnings

@@ -38,7 +38,14 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
         raise UsageError("--run-on ray needs Ray. Try: pip install 'ray>=2.50'") from error
     is_running = ray.is_initialized()
     if not is_running:
-        _start(workers)
+        address = os.environ.get("RAY_ADDRESS")
+        # With an address, the cluster itself knows its CPUs.
+        here = {} if address else {"num_cpus": workers, "include_dashboard": False}
+        try:
+            ray.init(logging_level="warning", log_to_driver=False, **here)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            problem = f"The Ray cluster cannot be reached (RAY_ADDRESS: {address or 'not set'}): {error}"
+            raise EagleSlimError(f"{problem}. Unset RAY_ADDRESS to count on this machine.") from error
     # In a tuple a reference stays one, so that only a process without a counter fetches the plan.
     shared_plan = (ray.put(plan),)
     task = ray.remote(num_cpus=1, max_retries=-1)(_count_unit)
@@ -59,21 +66,6 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     finally:
         if not is_running:
             ray.shutdown()
-
-
-def _start(workers: int | None) -> None:
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS")
-    # With an address, the cluster itself knows its CPUs.
-    here = {} if address else {"num_cpus": workers, "include_dashboard": False}
-    try:
-        ray.init(logging_level="warning", log_to_driver=False, **here)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise EagleSlimError(
-            f"The Ray cluster cannot be reached (RAY_ADDRESS: {address or 'not set'}): {error}. Unset RAY_ADDRESS to "
-            "count on this machine."
-        ) from error
 
 
 def _units(opened: OpenSource) -> Iterator[Unit]:

@@ -44,13 +44,11 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class LinesBlock:
-    """Lines of JSON, or plain text.
+    """Lines of JSON, or plain text: the bytes from `start` to `stop` of an (unpacked) file.
 
     Attributes:
-        shard: ordinal of the file.
+        shard, path: ordinal of the file, and the file or its address on the Hub.
         size: its share of `OpenSource.size`, for the progress bar.
-        path: the file, or its address on the Hub.
-        start, stop: bytes of the (unpacked) file.
         data: its bytes, where the worker cannot read them.
         first: number of its first line, or its first record of an array, from 0.
     """
@@ -66,10 +64,7 @@ class LinesBlock:
     unit: str = "line"
 
     def records(self, column: str | None) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each record's line, and the column's value (None: the whole row) or a BadRecord.
-
-        Text has no column and comes in documents, see `text_documents`.
-        """
+        """Yield the number of each record's line, and the column's value (None: the whole row) or a BadRecord."""
         data = self.data
         if data is None:
             with reading(self.path), Path(self.path).open("rb") as file:
@@ -88,12 +83,10 @@ class LinesBlock:
 
 @dataclass(frozen=True)
 class RowsBlock:
-    """Rows of a table, in memory.
+    """Rows of a table, in memory, as `LinesBlock` has lines.
 
     Attributes:
-        shard, size: as in `LinesBlock`.
         where: the file, or the dataset, its split and shard.
-        first: number of its first row, from 0.
         data: the column, or all columns as structs; None where only places are wanted.
     """
 
@@ -130,25 +123,24 @@ def reading(path: str) -> Iterator[None]:
 
 def _values(lines: list[bytes], column: str | None) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines):
-        if not line or line.isspace():
-            continue
+        if line and not line.isspace():
+            yield number, _value(line, column)
+
+
+def _value(line: bytes, column: str | None) -> Any:
+    try:
         try:
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                # The standard library accepts NaN, and its messages say more.
-                row = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:
-            yield number, BadRecord(f"not JSON: {error}")
-            continue
-        if not isinstance(row, dict):
-            yield number, BadRecord(f"expected a JSON object, found {type(row).__name__}")
-        elif column is None:
-            yield number, row
-        elif column in row:
-            yield number, row[column]
-        else:
-            yield number, BadRecord(f"no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            # The standard library accepts NaN, and its messages say more.
+            row = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        return BadRecord(f"not JSON: {error}")
+    if not isinstance(row, dict):
+        return BadRecord(f"expected a JSON object, found {type(row).__name__}")
+    if column is None or column in row:
+        return row if column is None else row[column]
+    return BadRecord(f"no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
 
 
 def _texts(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -165,19 +157,15 @@ def text_documents(data: bytes) -> list[tuple[int, int]]:
 
     A paragraph longer than 64 KiB is cut, see `cut_text`. Returns each document's (start, stop) in bytes, without gaps.
     """
-    documents = []
-    start = 0
-    while start < len(data):
-        found = _BLANK_LINE.search(data, start + TEXT_DOCUMENT_BYTES - 1, start + MAX_PARAGRAPH_BYTES)
-        if found:
-            stop = found.end()
+    stops = [0]
+    while (start := stops[-1]) < len(data):
+        if found := _BLANK_LINE.search(data, start + TEXT_DOCUMENT_BYTES - 1, start + MAX_PARAGRAPH_BYTES):
+            stops.append(found.end())
         elif start + MAX_PARAGRAPH_BYTES < len(data):
-            stop = start + cut_text(data[start : start + MAX_PARAGRAPH_BYTES])
+            stops.append(start + cut_text(data[start : start + MAX_PARAGRAPH_BYTES]))
         else:
-            stop = len(data)
-        documents.append((start, stop))
-        start = stop
-    return documents
+            stops.append(len(data))
+    return list(itertools.pairwise(stops))
 
 
 def cut_text(data: bytes) -> int:
@@ -185,10 +173,8 @@ def cut_text(data: bytes) -> int:
     blank_lines = list(_BLANK_LINE.finditer(data))
     if blank_lines:
         return blank_lines[-1].end()
-    for mark in (b"\n", b" "):
-        cut = data.rfind(mark) + 1
-        if cut:
-            return cut
+    if cut := (data.rfind(b"\n") + 1 or data.rfind(b" ") + 1):
+        return cut
     cut = len(data)
     while cut > max(1, len(data) - 3) and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1
@@ -234,7 +220,6 @@ def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
 
 
 def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Block]:
-    """Parse an array, and yield its records as JSON lines."""
     try:
         records = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -16,12 +16,10 @@ from .vocabulary import DraftVocab
 
 @dataclass(frozen=True)
 class VocabularyListing:
-    """Tokens that a vocabulary holds and leaves out.
+    """Tokens that a vocabulary holds and leaves out, of the `real_tokens` that the target has.
 
-    Attributes:
-        real_tokens: number of ids of the target that some token has.
-        tokens: in rank order, then those left out: "token" (its text), "forced" (the reason, or None), "rank" (None if
-            left out), "id" and "count" (weighted; None without counts).
+    `tokens`: in rank order, then those left out: "token" (its text), "forced" (the reason, or None), "rank" (None if
+    left out), "id" and "count" (weighted; None without counts).
     """
 
     size: int
@@ -60,10 +58,8 @@ def show_vocabulary(
     real = tokenizer.real_ids[tokenizer.real_ids < vocab.target_vocab]
     strange = np.setdiff1d(vocab.target_ids, real)
     if len(strange):
-        raise TokenizerError(
-            f"Id {strange[0]} of the vocabulary belongs to no token of {tokenizer.source} ({len(strange)} such ids). "
-            "Name the target's tokenizer."
-        )
+        found = f"belongs to no token of {tokenizer.source} ({len(strange)} such ids). Name the target's tokenizer."
+        raise TokenizerError(f"Id {strange[0]} of the vocabulary {found}")
     score = np.zeros(vocab.target_vocab)
     if counts is not None:
         check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
@@ -92,5 +88,4 @@ def readable_token(tokenizer: LoadedTokenizer, token_id: int) -> str:
     For example "Ġhello" of a byte-level vocabulary is " hello", a newline `\\n`, part of a character `\\xe4\\xbd`.
     """
     # surrogateescape keeps every byte that is not UTF-8 as one code point of U+DC80 to U+DCFF.
-    text = tokenizer.token_bytes(token_id).decode("utf-8", "surrogateescape").replace("\\", "\\\\")
-    return printable(text)
+    return printable(tokenizer.token_bytes(token_id).decode("utf-8", "surrogateescape").replace("\\", "\\\\"))

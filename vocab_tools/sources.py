@@ -34,7 +34,6 @@ TEXT_COLUMNS = ("text", "content")
 FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), and .parquet"
 
-_HUB_SETTINGS = ("config", "split", "revision")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
@@ -76,11 +75,16 @@ class CorpusSource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "location", os.fspath(self.location))
         if self.location in ("", "-"):
-            raise UsageError(
-                "A source is a dataset id, file, folder or glob; standard input is not read. Write its text to a file."
-            )
+            what = "a dataset id, file, folder or glob; standard input is not read. Write its text to a file."
+            raise UsageError(f"A source is {what}")
         if not self.name:
-            object.__setattr__(self, "name", _default_name(self.location))
+            name = Path(self.location).name if looks_local(self.location) else self.location.rsplit("/", 1)[-1]
+            for suffix in (*PACKED, *FORMATS):
+                name = name.removesuffix(suffix)
+            # What is left of a glob; a file may well be called a[1].jsonl.
+            if not os.path.exists(expand_home(self.location)):
+                name = name.strip("*?[]. ")
+            object.__setattr__(self, "name", name or "corpus")
         rules = (
             ("weight", 0 < self.weight < float("inf"), "a number above 0"),
             ("roles", self.roles in ("assistant", "all"), "`assistant` or `all`"),
@@ -92,16 +96,6 @@ class CorpusSource:
             if not holds:
                 found = getattr(self, setting)
                 raise UsageError(f"source {self.name}: {setting}: expected {expected}, found {found!r}.")
-
-
-def _default_name(location: str) -> str:
-    name = Path(location).name if looks_local(location) else location.rsplit("/", 1)[-1]
-    for suffix in (*PACKED, *FORMATS):
-        name = name.removesuffix(suffix)
-    # What is left of a glob; a file may well be called a[1].jsonl.
-    if not os.path.exists(expand_home(location)):
-        name = name.strip("*?[]. ")
-    return name or "corpus"
 
 
 def amount(text: str) -> int:
@@ -128,10 +122,8 @@ def parse_source(spec: str) -> CorpusSource:
     while settings and "=" not in settings[0]:
         location = f"{location},{settings.pop(0)}"
     name, equals, rest = location.partition("=")
-    if equals and "/" not in name and not Path(location).exists():
-        location = rest
-    else:
-        name = ""
+    is_named = equals and "/" not in name and not Path(location).exists()
+    name, location = (name, rest) if is_named else ("", location)
     chosen: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -160,7 +152,7 @@ class SourceFile:
 
     @property
     def format(self) -> str:
-        """End of its name, without that of a packed file: one of FORMATS, or "" for another."""
+        """End of its name, without that of a packed file: one of FORMATS, or ""."""
         return _format_of(self.path)
 
 
@@ -181,25 +173,24 @@ def _format_of(path: str) -> str:
 def find_files(location: str) -> tuple[SourceFile, ...]:
     """List the files of a path, folder (searched through) or glob, by name.
 
-    Raises CorpusError where there are none, one is no regular file, or has an unknown format.
+    Raises CorpusError where there are none, one is no regular file, or is of another kind than FORMATS.
     """
     path = expand_home(location)
     base = path if path.is_dir() else path.parent
     if path.is_dir():
         # Hidden files, and other formats, do not belong to the corpus.
-        names = glob.glob("**/*", root_dir=path, recursive=True)
-        found = [path / name for name in names if _format_of(name) and not (path / name).is_dir()]
+        found = [path / name for name in glob.glob("**/*", root_dir=path, recursive=True) if _format_of(name)]
     elif path.exists():
         found = [path]
     elif glob.has_magic(location):
-        found = [Path(name) for name in glob.glob(str(path), recursive=True) if not Path(name).is_dir()]
+        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
         while glob.has_magic(str(base)):
             base = base.parent
     else:
         raise CorpusError(f"{location}: no such file or folder.")
-    if not found:
+    if not (found := [file for file in found if not file.is_dir()]):
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
-    # A folder is read once, however many links lead there, and so is a file; it comes before its links.
+    # A folder and a file are read once, however many links lead there; a file comes before its links.
     folders = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
     once: dict[object, Path] = {}
     for (folder, name), file in sorted(folders.items(), key=lambda item: (item[1].is_symlink(), item[1])):
@@ -226,10 +217,9 @@ class OpenSource:
 
     Attributes:
         kind: "text", or "chat" where the column holds messages.
-        column: column read; "" for plain text, and for all columns before one is chosen.
+        column: "" for plain text, and for all columns before one is chosen.
         origin: JSON for provenance, without paths or times.
-        files: the files to read; none for a table of the Hub.
-        table: a table of the Hub, as `datasets` streams it.
+        table: a table of the Hub, as `datasets` streams it; else there are files.
     """
 
     source: CorpusSource
@@ -241,7 +231,7 @@ class OpenSource:
 
     @property
     def size(self) -> int | None:
-        """Sum of the sizes of all blocks (bytes on disk), None when not known."""
+        """Bytes on disk, None when not known."""
         return None if self.is_remote else sum(file.size or 0 for file in self.files)
 
     @property
@@ -297,16 +287,14 @@ def open_source(source: CorpusSource) -> OpenSource:
 
 
 def _open_files(source: CorpusSource) -> OpenSource:
-    for setting in _HUB_SETTINGS:
+    for setting in ("config", "split", "revision"):
         if getattr(source, setting) is not None:
             raise UsageError(f"{source.location}: these are local files, and {setting} is for Hub datasets only.")
     files = find_files(source.location)
     formats = {file.format for file in files}
     if ".txt" in formats and len(formats) > 1:
-        raise UsageError.at(
-            source.location,
-            ".txt files have no columns, the others have. Give them as two sources, each with a glob of its own.",
-        )
+        advice = "Give them as two sources, each with a glob of its own."
+        raise UsageError.at(source.location, f".txt files have no columns, the others have. {advice}")
     return OpenSource(source, "text", "", {"column": None}, files)
 
 
@@ -325,9 +313,9 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
         kind = type(builder).__module__.rpartition(".")[2]
         # Read line by line: see records.py. A field of one large object is left to the builder.
         if kind in ("json", "text") and getattr(builder.config, "field", None) is None and not offline:
-            data_files = builder.config.data_files
-            split = _choose_split(location, source.split, list(map(str, data_files)))
-            files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in map(str, data_files[split]))
+            split = _choose_split(location, source.split, list(map(str, builder.config.data_files)))
+            paths = map(str, builder.config.data_files[split])
+            files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in paths)
             if all(file.format for file in files):
                 return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
         # The commit, not the branch, so that the stream reads the files that were looked at.
@@ -339,11 +327,10 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
 
 def _choose_split(location: str, split: str | None, present: list[str]) -> str:
     chosen = split or (present[0] if len(present) == 1 else "train")
-    if chosen in present:
-        return chosen
-    if split is None:
-        raise UsageError(f"{location}: name a split, one of {', '.join(present)}.")
-    raise UsageError(f"{location}: there is no split {split!r}; it has {', '.join(present)}.")
+    if chosen not in present:
+        problem = "name a split, one of" if split is None else f"there is no split {split!r}; it has"
+        raise UsageError(f"{location}: {problem} {', '.join(present)}.")
+    return chosen
 
 
 @contextmanager
@@ -355,30 +342,30 @@ def hub_errors(location: str) -> Iterator[None]:
     except EagleSlimError:
         raise
     except Exception as error:
-        raise _readable(location, error) from error
-
-
-def _readable(location: str, error: Exception) -> EagleSlimError:
-    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes_of(error)):
-        return CorpusError(f"{trouble_of(error, location)}\nLocal files always work.")
-    if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
-        return UsageError(f"{location}: {plain(error, 1000)}. Name one with ,config=NAME behind the source.")
-    advice = ""
-    if isinstance(error, ConnectionError):
-        advice = " Without the network, or with HF_HUB_OFFLINE set, only what is in the cache already can be read."
-    elif isinstance(error, FileNotFoundError):
-        advice = " Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`."
-    return CorpusError(f"{location}: cannot be read as a dataset: {plain(error)}.{advice} Local files always work.")
+        if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes_of(error)):
+            raise CorpusError(f"{trouble_of(error, location)}\nLocal files always work.") from error
+        if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
+            problem = f"{plain(error, 1000)}. Name one with ,config=NAME behind the source."
+            raise UsageError(f"{location}: {problem}") from error
+        advice = "Local files always work."
+        if isinstance(error, ConnectionError):
+            advice = (
+                "Without the network, or with HF_HUB_OFFLINE set, only what is in the cache already can be read. "
+                + advice
+            )
+        elif isinstance(error, FileNotFoundError):
+            advice = (
+                "Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`. "
+                + advice
+            )
+        raise CorpusError(f"{location}: cannot be read as a dataset: {plain(error)}. {advice}") from error
 
 
 # Columns
 
 
 def _first_row(opened: OpenSource) -> dict[str, Any]:
-    """Return the first row, with nulls filled in from the next rows while a column that may be chosen is null.
-
-    A null does not show what its column holds, and real tables begin with nulls.
-    """
+    """Return the first row, with nulls filled in from the next rows while a column that may be chosen is null."""
     source = opened.source
     wanted = (*CHAT_COLUMNS, *TEXT_COLUMNS) if source.column is None else (source.column,)
     found: dict[str, Any] | None = None
@@ -403,9 +390,8 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
         if source.column not in row:
             raise UsageError(f"{source.location}: there is no column {source.column!r}. {has}")
         return source.column, _kind(row[source.column])
-    for column in CHAT_COLUMNS:
-        if _kind(row.get(column)) == "chat":
-            return column, "chat"
+    if chat := next((column for column in CHAT_COLUMNS if _kind(row.get(column)) == "chat"), None):
+        return chat, "chat"
     for column in TEXT_COLUMNS:
         # A message a row is a part of a chat, of which users wrote a part, too. Not all JSON with a "from" is a chat.
         if isinstance(row.get(column), str) and "role" not in row:

@@ -23,7 +23,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,39 +51,27 @@ Loader = Literal["sglang", "fr-spec", "vllm", "vllm-mtp", "mtplx", "tensorfold",
 _PICKLES = (".pt", ".pth", ".bin")
 
 
-class LoaderForm(NamedTuple):
-    """Form of a loader's file: endings of its name, whether ids stand in rank order, and a limit it does not report."""
-
-    endings: tuple[str, ...]
-    is_ranked: bool = False
-    limit: str = ""
-
-
-_FORMS: dict[Loader, LoaderForm] = {
-    "sglang": LoaderForm(
-        _PICKLES,
-        True,
-        "the list is for --speculative-algorithm EAGLE and NEXTN (with EAGLE3 it is ignored) and for one rank "
-        "(--tp 1): of several, each looks the ids up among its own rows of the LM head",
-    ),
-    "fr-spec": LoaderForm(
-        _PICKLES, True, "start it with the number in the file's name as --V, and the file beside the head"
-    ),
-    "vllm": LoaderForm(
-        (".json", *_PICKLES),
-        limit="no released vLLM (up to 0.33.0) has draft_token_map: pull requests 59740 and 60226 propose it",
-    ),
-    "vllm-mtp": LoaderForm(
-        (".txt", ".npy"),
-        limit="VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy; "
-        "one rank only, except with MiaAI-Lab's recipe for two machines",
-    ),
-    "mtplx": LoaderForm((".json",), True, "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids"),
-    "tensorfold": LoaderForm(
-        (".txt",), True, "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only"
-    ),
-    "head": LoaderForm((".safetensors",)),
-    "eagle-slim": LoaderForm((".json",)),
+# Endings of the names of each loader's files, and whether ids stand in them in rank order.
+_FORMS: dict[Loader, tuple[tuple[str, ...], bool]] = {
+    "sglang": (_PICKLES, True),
+    "fr-spec": (_PICKLES, True),
+    "vllm": ((".json", *_PICKLES), False),
+    "vllm-mtp": ((".txt", ".npy"), False),
+    "mtplx": ((".json",), True),
+    "tensorfold": ((".txt",), True),
+    "head": ((".safetensors",), False),
+    "eagle-slim": ((".json",), False),
+}
+# Limits that a loader does not report.
+_LIMITS: dict[Loader, str] = {
+    "sglang": "the list is for --speculative-algorithm EAGLE and NEXTN (with EAGLE3 it is ignored) and for one rank "
+    "(--tp 1): of several, each looks the ids up among its own rows of the LM head",
+    "fr-spec": "start it with the number in the file's name as --V, and the file beside the head",
+    "vllm": "no released vLLM (up to 0.33.0) has draft_token_map: pull requests 59740 and 60226 propose it",
+    "vllm-mtp": "VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy; "
+    "one rank only, except with MiaAI-Lab's recipe for two machines",
+    "mtplx": "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",
+    "tensorfold": "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",
 }
 LOADERS = tuple(_FORMS)
 _TIED = "if the LM head is tied to the embedding, SGLang keeps all its rows, yet looks their numbers up in the list"
@@ -99,10 +87,7 @@ def d2t_from_ids(target_ids: ArrayLike) -> NDArray[np.int64]:
 
 def t2d_from_ids(target_ids: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
     """Return the membership mask, bool [target_vocab]; raises VocabularyError for duplicate or out-of-range ids."""
-    ids = check_ids(target_ids, target_vocab, "t2d")
-    mask = np.zeros(target_vocab, np.bool_)
-    mask[ids] = True
-    return mask
+    return np.isin(np.arange(target_vocab), check_ids(target_ids, target_vocab, "t2d"))
 
 
 def ids_from_d2t(
@@ -121,7 +106,7 @@ def ids_from_d2t(
         raise VocabularyError("d2t: there are no rows.")
     ids = values + np.arange(len(values), dtype=np.int64)
     if t2d is not None:
-        form = _form_by_mask(values, ids, _mask(t2d, target_vocab), form)
+        form = _form_by_mask(values, ids, np.asarray(t2d), target_vocab, form)
     elif form is None and len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < target_vocab:
         raise VocabularyError(
             f"d2t: all {len(values)} values are distinct and valid as ids, so they may be ids or offsets (target_id = "
@@ -130,19 +115,18 @@ def ids_from_d2t(
     return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
 
 
-def _mask(t2d: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
-    mask: NDArray[Any] = np.asarray(t2d)
+def _form_by_mask(
+    values: NDArray[np.int64],
+    offset_ids: NDArray[np.int64],
+    mask: NDArray[Any],
+    target_vocab: int,
+    form: D2TForm | None,
+) -> D2TForm:
+    """Return the form in which d2t gives the ids that t2d marks."""
     if mask.shape != (target_vocab,):
         raise VocabularyError(f"t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].")
     if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
         raise VocabularyError("t2d: expected a mask of booleans, or of 0 and 1.")
-    return mask.astype(np.bool_)
-
-
-def _form_by_mask(
-    values: NDArray[np.int64], offset_ids: NDArray[np.int64], mask: NDArray[np.bool_], form: D2TForm | None
-) -> D2TForm:
-    """Return the form in which d2t gives the ids that t2d marks."""
     expected = np.flatnonzero(mask)
     candidates: dict[D2TForm, NDArray[np.int64]] = {"offset": offset_ids, "absolute": values}
     fitting = [name for name, ids in candidates.items() if np.array_equal(np.sort(ids), expected)]
@@ -188,12 +172,7 @@ def import_token_map(
         if isinstance(source, DraftVocab):
             read = source if target_vocab is None else source.for_target(target_vocab)
         else:
-            provenance: Provenance = {"method": "token map", "file": path.name}
-            if "d2t" not in source:
-                read = _from_ids(whole_numbers(source["ids"], "ids"), target_vocab, provenance)
-            else:
-                rows = whole_numbers(source["d2t"], "d2t")
-                read = _from_d2t(rows, source.get("t2d"), target_vocab, d2t_form, provenance)
+            read = _vocabulary(source, path, target_vocab, d2t_form)
     return read if tokenizer is None else _checked(read, tokenizer)
 
 
@@ -204,74 +183,57 @@ def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
         check_tokenizer(tokenizer, known, "the vocabulary")
     beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
     if len(beyond):
-        found.append(
-            f"{len(beyond)} ids belong to no token of the tokenizer, whose last is {tokenizer.vocab_size - 1} (padding "
-            f"rows, or another model's list): {some_ids(beyond)}"
-        )
+        last = f"whose last is {tokenizer.vocab_size - 1} (padding rows, or another model's list)"
+        found.append(f"{len(beyond)} ids belong to no token of the tokenizer, {last}: {some_ids(beyond)}")
     forced = forced_ids(tokenizer)
     missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)].tolist()
     if missing:
-        why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8])
-        found.append(
-            f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
-            f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
-        )
+        why = [f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8]] + ["..."] * (len(missing) > 8)
+        left_out = f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out"
+        found.append(f"{left_out}, so a draft stops before each of them: {'; '.join(why)}")
     account: Provenance = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
-    if vocab.is_size_inferred and tokenizer.vocab_size > vocab.target_vocab:
-        account["target_vocab_from"] = "tokenizer"
-        return replace(vocab, provenance=account, target_vocab=tokenizer.vocab_size)
-    return replace(vocab, provenance=account)
+    target_vocab = vocab.target_vocab
+    if vocab.is_size_inferred and tokenizer.vocab_size > target_vocab:
+        target_vocab, account["target_vocab_from"] = tokenizer.vocab_size, "tokenizer"
+    return replace(vocab, provenance=account, target_vocab=target_vocab)
 
 
-def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: Provenance) -> DraftVocab:
-    named = re.fullmatch(r"freq_(\d+)", Path(provenance["file"]).stem)
-    found = []
-    if named and int(named[1]) != len(ids):
-        found.append(
-            f"the file is named for {int(named[1])} ids and holds {len(ids)}: FR-Spec reads as many as its --V says"
-        )
-    ids, repeated = _without_repeats(ids)
-    ascends = bool(np.all(np.diff(ids) > 0))
-    provenance["warnings"] = [*found, *repeated, *doubts_of_order(ids)]
+def _vocabulary(source: dict[str, Any], path: Path, target_vocab: int | None, d2t_form: D2TForm | None) -> DraftVocab:
+    provenance: Provenance = {"method": "token map", "file": path.name}
+    found: list[str] = []
+    if is_d2t := "d2t" in source:
+        rows, t2d = whole_numbers(source["d2t"], "d2t"), source.get("t2d")
+        if target_vocab is None and t2d is not None:
+            target_vocab = len(np.asarray(t2d))
+        # Large enough for either form; where the real range is not known, only duplicates can be found.
+        limit = int(rows.max(initial=0)) + len(rows) + 1 if target_vocab is None else target_vocab
+        ids = ids_from_d2t(rows, t2d, d2t_form, target_vocab=limit)
+    else:
+        ids = whole_numbers(source["ids"], "ids")
+        named = re.fullmatch(r"freq_(\d+)", path.stem)
+        if named and int(named[1]) != len(ids):
+            holds = f"{int(named[1])} ids and holds {len(ids)}"
+            found.append(f"the file is named for {holds}: FR-Spec reads as many as its --V says")
+        _, first = np.unique(ids, return_index=True)
+        again = np.delete(ids, first)
+        if len(again) > len(first):
+            raise VocabularyError(
+                f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts. Give d2t, or ids."
+            )
+        # FR-Spec's script repeats an id for tokenizers that add a BOS.
+        if len(again):
+            places = f"{len(ids)} entries, and again id {some_ids(again)}"
+            found.append(f"the token map has {places}; the first place counts, which leaves {len(first)} ids")
+            ids = ids[np.sort(first)]
+        provenance["warnings"] = found
     if target_vocab is None:
         target_vocab = int(ids.max(initial=0)) + 1
         provenance["target_vocab_from"] = "largest id"
-    form = "ids, ascending" if ascends else "ids in rank order"
-    return DraftVocab(ids, 0, target_vocab, {**provenance, "form": form})
-
-
-def _without_repeats(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """Keep the first place of every id, with a warning; FR-Spec's script repeats one for tokenizers that add a BOS."""
-    _, first = np.unique(ids, return_index=True)
-    again = np.delete(ids, first)
-    if not len(again):
-        return ids, []
-    if len(again) > len(first):
-        raise VocabularyError(f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts. Give d2t, or ids.")
-    places = f"{len(ids)} entries, and again id {some_ids(again)}"
-    return ids[np.sort(first)], [f"the token map has {places}; the first place counts, which leaves {len(first)} ids"]
-
-
-def _from_d2t(
-    rows: NDArray[np.int64],
-    t2d: ArrayLike | None,
-    target_vocab: int | None,
-    form: D2TForm | None,
-    provenance: Provenance,
-) -> DraftVocab:
-    if target_vocab is None and t2d is not None:
-        target_vocab = len(np.asarray(t2d))
-    if target_vocab is None:
-        # Large enough for either form; the real range is not known, so only duplicates can be found.
-        ids = ids_from_d2t(rows, None, form, target_vocab=int(rows.max(initial=0)) + len(rows) + 1)
-        target_vocab = int(ids.max()) + 1
-        provenance["target_vocab_from"] = "largest id"
-    else:
-        ids = ids_from_d2t(rows, t2d, form, target_vocab=target_vocab)
-    ascending = bool(np.all(np.diff(ids) > 0))
-    provenance["form"] = "d2t, rows ascending" if ascending else "d2t, rows in rank order"
-    provenance["warnings"] = doubts_of_order(ids)
-    return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
+    ascends = bool(np.all(np.diff(ids) > 0))
+    forms = ("d2t, rows in rank order", "d2t, rows ascending") if is_d2t else ("ids in rank order", "ids, ascending")
+    provenance["form"] = forms[ascends]
+    provenance["warnings"] = [*found, *doubts_of_order(ids)]
+    return DraftVocab(ids, 0, target_vocab, provenance, ranked=not (is_d2t and ascends))
 
 
 def _read(path: Path) -> DraftVocab | dict[str, Any]:
@@ -279,14 +241,18 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
     if path.is_dir():
         if (path / _MANIFEST_NAME).is_file():
             return _read_artifact(path)
-        if (path / "model.safetensors").is_file():
-            return _read_safetensors(path / "model.safetensors")
-        raise VocabularyError(f"{path}: a folder without model.safetensors. Name the token map's file.")
+        path = path / "model.safetensors"
+        if not path.is_file():
+            raise VocabularyError(f"{path.parent}: a folder without {path.name}. Name the token map's file.")
     regular_file(path, VocabularyError, "token map")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     readers = {**dict.fromkeys(_PICKLES, read_pickle), ".txt": _read_text, ".csv": _read_text, ".npy": _read_array}
-    if path.suffix == ".json" or (path.suffix not in _PICKLES and _starts_as_json(path)):
+    is_json = path.suffix == ".json"
+    if path.suffix not in (".json", *_PICKLES):
+        with path.open("rb") as file:
+            is_json = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")
+    if is_json:
         value = read_json(path, VocabularyError)
     elif path.suffix in readers:
         value = readers[path.suffix](path)
@@ -297,7 +263,7 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
         return DraftVocab.from_json(value, str(path))
     if isinstance(value, dict):
         if "d2t" in value:
-            return {"d2t": value["d2t"], "t2d": value.get("t2d")}
+            return value
         if not {"ids", "token_ids"} & value.keys():
             keys = ", ".join(repr(key) for key in list(value)[:5])
             wanted = "expected a list of ids, ids, token_ids, or d2t (and t2d)"
@@ -306,32 +272,26 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
     return {"d2t" if path.name.startswith("d2t") else "ids": value}
 
 
-def _starts_as_json(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")
-
-
 def _read_text(path: Path) -> list[int]:
     """Read ids as text, separated by spaces, commas or the ends of lines; `#` begins a comment."""
     lines = read_text(path, VocabularyError).splitlines()
     rows = [row for line in lines if (row := line.partition("#")[0].replace(",", " ").split())]
     parts = [part for row in rows for part in row]
-    wrong = next((part for part in parts if not (part.isascii() and part.isdigit() and len(part) < 20)), None)
-    if wrong is not None:
-        raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
+    for part in parts:
+        if not (part.isascii() and part.isdigit() and len(part) < 20):
+            raise VocabularyError(f"{path}: expected ids, found {part[:40]!r}.")
     # A header may be numbers, too: pandas names a column of a series 0.
     if len(rows) > 1 and set(map(len, rows[1:] if len(rows) > 2 else rows)) in ({2}, {3}):
         raise VocabularyError(f"{path}: {len(rows[1])} numbers a line are a table. Put the ids alone on one line.")
     return [int(part) for part in parts]
 
 
-def _read_array(path: Path) -> NDArray[Any]:
+def _read_array(path: Path) -> Any:
     """Read a NumPy array; one of objects, which would be unpickled, is refused."""
     try:
-        array: NDArray[Any] = np.load(path, allow_pickle=False)
+        return np.load(path, allow_pickle=False)
     except Exception as error:  # of all kinds on a damaged header
         raise VocabularyError(f"{path}: not a readable array of numbers: {error}.") from error
-    return array
 
 
 def _read_artifact(path: Path) -> DraftVocab:
@@ -375,29 +335,24 @@ def read_pickle(path: Path) -> Any:
     """
     import torch
 
+    def as_numpy(value: Any) -> Any:
+        # Weights beside a map may be of types that numpy lacks.
+        return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
+
     try:
         with warnings.catch_warnings():
             # torch warns about odd pickle protocols; whatever it returns is checked below.
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: _numpy(part) for key, part in value.items()} if isinstance(value, dict) else _numpy(value)
+        return {key: as_numpy(part) for key, part in value.items()} if isinstance(value, dict) else as_numpy(value)
     # torch's reader raises all kinds of errors on a damaged file, and numpy TypeError for bfloat16.
     except Exception as error:
         # torch names the cause amid advice on how to switch the protection off.
         if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", str(error)):
-            raise VocabularyError(
-                f"{path}: refused, because the pickle holds more than lists and tensors and would call {code[1]} when "
-                "it is loaded. Ask its author for a plain list of ids."
-            ) from error
+            why = f"the pickle holds more than lists and tensors and would call {code[1]} when it is loaded"
+            raise VocabularyError(f"{path}: refused, because {why}. Ask its author for a plain list of ids.") from error
         cause = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
         raise VocabularyError(f"{path}: not a readable torch file: {cause[:200] or type(error).__name__}.") from error
-
-
-def _numpy(value: Any) -> Any:
-    import torch
-
-    # Weights beside a map may be of types that numpy lacks.
-    return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
 
 
 def export_token_map(
@@ -410,17 +365,17 @@ def export_token_map(
     fewer rows; OSError where the file cannot be written.
     """
     path = Path(path)
-    form = _FORMS[loader]
-    if path.suffix not in form.endings:
-        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(form.endings)}.")
+    endings, is_ranked = _FORMS[loader]
+    if path.suffix not in endings:
+        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(endings)}.")
     if loader == "fr-spec" and path.stem != f"freq_{vocab.size}":
         raise UsageError(f"{path}: --for fr-spec the name is freq_{vocab.size}.pt: FR-Spec finds the file by --V.")
-    if form.is_ranked and not vocab.ranked:
+    if is_ranked and not vocab.ranked:
         raise UsageError(
             f"--for {loader} ids are listed in rank order, but these come from a map in ascending order, which has "
             "none. Rank them with counts first (`eagle-vocab rank --candidates`)."
         )
-    warnings = [form.limit] if form.limit else []
+    warnings = [_LIMITS[loader]] if loader in _LIMITS else []
     if loader == "sglang" and (target is None or target.tied is not False):
         if target is not None and target.tied:
             raise UsageError(f"--target {target.label} ties its LM head: {_TIED}. Serve it without a list.")
@@ -433,7 +388,7 @@ def export_token_map(
     if loader == "eagle-slim":
         vocab.save(path)
         return warnings
-    ids = vocab.target_ids if form.is_ranked else vocab.ascending_ids
+    ids = vocab.target_ids if is_ranked else vocab.ascending_ids
     write_file(path, _encode(ids, vocab.target_vocab, loader, path.suffix))
     return warnings + padding_warning(vocab.size)
 
@@ -444,15 +399,15 @@ def _encode(ids: NDArray[np.int64], target_vocab: int, loader: Loader, suffix: s
 
         maps = {"d2t": d2t_from_ids(ids), "t2d": t2d_from_ids(ids, target_vocab)}
         return bytes(save(maps, metadata={"format": "pt"}))
+    listed, buffer = ids.tolist(), io.BytesIO()
     if suffix == ".txt":
-        return "".join(f"{token_id}\n" for token_id in ids.tolist()).encode()
-    if suffix == ".json":
-        return (json.dumps({"ids": ids.tolist()} if loader == "mtplx" else ids.tolist()) + "\n").encode()
-    buffer = io.BytesIO()
-    if suffix == ".npy":
+        buffer.writelines(b"%d\n" % token_id for token_id in listed)
+    elif suffix == ".json":
+        buffer.write(json.dumps({"ids": listed} if loader == "mtplx" else listed).encode() + b"\n")
+    elif suffix == ".npy":
         np.save(buffer, ids)
     else:
         import torch
 
-        torch.save(ids.tolist(), buffer)
+        torch.save(listed, buffer)
     return buffer.getvalue()

@@ -27,16 +27,9 @@ from .hub import find_folder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_TOKENIZER = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"
-_SIDE_FILES = (
-    _CONFIG,
-    "special_tokens_map.json",
-    "generation_config.json",
-    "config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_SIDE_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id (--tokenizer)."
@@ -68,8 +61,8 @@ class LoadedTokenizer:
     """A fast tokenizer with the small files beside it.
 
     Attributes:
-        backend: the `tokenizers.Tokenizer`, truncation and padding switched off.
-        source: Hub id or path it came from, as the user gave it.
+        backend: truncation and padding are switched off.
+        source: Hub id or path as the user gave it.
         revision: commit of the Hub repository, or None for local files.
         chat_templates: Jinja sources by name; the usual single one is called "default".
         special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
@@ -122,8 +115,7 @@ class LoadedTokenizer:
             value = self.generation_config.get(f"{role}_token_id")
             values = value if isinstance(value, list) else [value]
             found += [(token_id, role) for token_id in values if type(token_id) is int]
-            token_id = self.backend.token_to_id(self.special_tokens.get(f"{role}_token", ""))
-            if token_id is not None:
+            if (token_id := self.backend.token_to_id(self.special_tokens.get(f"{role}_token", ""))) is not None:
                 found.append((token_id, role))
         return tuple(found)
 
@@ -140,25 +132,19 @@ class LoadedTokenizer:
     @cached_property
     def token_texts(self) -> list[str | None]:
         """Token text by id as the vocabulary spells it, None where no token has the id; [vocab_size] entries."""
-        texts: list[str | None] = [None] * self.vocab_size
-        for text, token_id in self.vocab.items():
-            texts[token_id] = text
-        for token_id, text in self.added_tokens.items():
-            texts[token_id] = text
-        return texts
+        texts = {**{token_id: text for text, token_id in self.vocab.items()}, **self.added_tokens}
+        return [texts.get(token_id) for token_id in range(self.vocab_size)]
 
     @cached_property
     def tokenizer_hash(self) -> str:
         """Hash of the canonical (id, token, special) list, the normaliser and the pre-tokeniser."""
-        special = self.special_ids
-        tokens = [
-            [token_id, text, token_id in special] for token_id, text in enumerate(self.token_texts) if text is not None
-        ]
+        texts = [(token_id, text) for token_id, text in enumerate(self.token_texts) if text is not None]
+        tokens = [[token_id, text, token_id in self.special_ids] for token_id, text in texts]
         return _sha256([tokens, self._component("normalizer"), self._component("pre_tokenizer")])
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the default chat template, or None."""
+        """The default chat template, or None."""
         return self.chat_templates.get("default")
 
     @cached_property
@@ -205,8 +191,8 @@ class LoadedTokenizer:
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
     """Load a tokenizer with its chat template and generation settings from a Hub id, a folder or a tokenizer.json.
 
-    `revision` is a branch, tag or commit on the Hub; `offline` uses the local cache only. Raises TokenizerError for one
-    that is missing, gated, unreadable, or without a tokenizer.json.
+    `offline` uses the local cache only. Raises TokenizerError for one that is missing, gated, unreadable, or without a
+    tokenizer.json.
     """
     path = expand_home(source)
     if not str(source):
@@ -245,7 +231,7 @@ def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, wher
 def _wanted(names: Sequence[str], where: str) -> list[str]:
     """Choose the files of a tokenizer among those of a repository."""
     templates = [name for name in names if name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")]
-    return [name for name in names if name in (_TOKENIZER, *_SIDE_FILES)] + templates
+    return [name for name in names if name in (_TOKENIZER, _CONFIG, *_SIDE_FILES, *_TEMPLATES)] + templates
 
 
 def _load(source: str, file: Path, folder: Path | None, commit: str | None = None) -> LoadedTokenizer:
@@ -253,9 +239,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     from tokenizers import Tokenizer
 
     def beside(name: str) -> dict[str, Any]:
-        if folder is None or not (folder / name).is_file():
-            return {}
-        return read_object(folder / name, TokenizerError)
+        return read_object(folder / name, TokenizerError) if folder and (folder / name).is_file() else {}
 
     if not file.is_file():
         raise TokenizerError(
@@ -292,10 +276,9 @@ def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Pat
     from tokenizers import AddedToken
 
     known = set(backend.get_vocab(with_added_tokens=True).values())
+    decoder = config.get("added_tokens_decoder") or {}
     try:
-        entries = {
-            int(key): (entry["content"], entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()
-        }
+        entries = {int(key): (str(entry["content"]), entry) for key, entry in decoder.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         form = 'ids with tokens, as in {"2": {"content": "</s>"}}'
         raise TokenizerError(f"{file}: added_tokens_decoder: expected {form}.") from error
@@ -303,14 +286,12 @@ def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Pat
         content, entry = entries[token_id]
         options = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
         normalized = bool(entry.get("normalized", not options["special"]))
-        token = AddedToken(str(content), normalized=normalized, **options)
+        token = AddedToken(content, normalized=normalized, **options)
         (backend.add_special_tokens if options["special"] else backend.add_tokens)([token])
-        found = backend.token_to_id(str(content))
-        if found != token_id:
-            raise TokenizerError(
-                f"{file}: added token {content!r} should have id {token_id}, but tokenizer.json makes it {found}. "
-                "The two files belong to different tokenizers; fetch both from one revision."
-            )
+        if (found := backend.token_to_id(content)) != token_id:
+            problem = f"added token {content!r} should have id {token_id}, but tokenizer.json makes it {found}"
+            advice = "The two files belong to different tokenizers; fetch both from one revision."
+            raise TokenizerError(f"{file}: {problem}. {advice}")
 
 
 def _chat_templates(found: Any, where: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ _LONG = 8
 class Floors(TypedDict):
     """Floors that the first `size` ids hold.
 
-    They cover the share `weighted` of the weighted counted text; no ids that hold the floors on it cover more than
+    They cover the share `weighted` of the weighted counted text; no ids that hold the floors cover more of it than
     `weighted_bound`, where that is known.
     """
 
@@ -110,7 +110,7 @@ class DraftVocab:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user about this vocabulary."""
+        """Warnings for the user."""
         return tuple(self.provenance.get("warnings", ()))
 
     @property
@@ -147,24 +147,22 @@ class DraftVocab:
                 f"A draft vocabulary of {size} was asked for: the {self.size} ids come from a map in ascending order, "
                 "which does not tell which matter most. Rank them with counts (`eagle-vocab rank --candidates`)."
             )
-        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+        return replace(self, target_ids=self.target_ids[:size])
 
     def for_target(self, target_vocab: int) -> DraftVocab:
-        """Return the vocabulary for a target of that many rows.
+        """Return the vocabulary for a target of that many rows, which replace a size that was inferred.
 
-        A size that was only inferred (from a tokenizer or the largest id) gives way to the real one. One that was
-        stated must agree but for padding, since a configuration may count fewer rows than the LM head has; raises
-        VocabularyError where it does not, and for an id out of range.
+        One that was stated must agree but for padding, since a configuration may count fewer rows than the LM head has;
+        raises VocabularyError where it does not, and for an id out of range.
         """
         if target_vocab == self.target_vocab and not self.is_size_inferred:
             return self
         if not self.is_size_inferred and abs(target_vocab - self.target_vocab) > MAX_PADDING:
-            raise VocabularyError(
-                f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}."
-            )
+            found = f"a target vocabulary of {self.target_vocab}, but the target has {target_vocab}"
+            raise VocabularyError(f"Made for {found}.")
         provenance = self.provenance.copy()
         provenance.pop("target_vocab_from", None)
-        return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
+        return replace(self, target_vocab=target_vocab, provenance=provenance)
 
     def with_warnings(self, warnings: list[str]) -> DraftVocab:
         """Return the vocabulary with further warnings."""
@@ -174,9 +172,8 @@ class DraftVocab:
     def save(self, path: str | Path) -> None:
         """Write the vocabulary as JSON, whole or not at all: a readable account, then all ids on one line."""
         account = self.to_json()
-        ids = account.pop("target_ids")
-        head = json_bytes(account, indent=1).removesuffix(b"\n}")
-        write_file(path, b'%b,\n "target_ids": %b\n}\n' % (head, json_bytes(ids)))
+        ids = json_bytes(account.pop("target_ids"))
+        write_file(path, b'%b,\n "target_ids": %b\n}\n' % (json_bytes(account, indent=1).removesuffix(b"\n}"), ids))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form that `load` reads."""
@@ -200,9 +197,9 @@ class DraftVocab:
         """Build from the JSON form; `where` names the file in messages."""
         if not is_native(value):
             raise VocabularyError(f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).")
-        if value.get("version") != _VERSION:
+        if (version := value.get("version")) != _VERSION:
             raise VocabularyError(
-                f"{where}: format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it."
+                f"{where}: format version {version!r}, but this eagle-slim reads {_VERSION}. Update it."
             )
         expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
         for key, kind in expected.items():
@@ -239,21 +236,19 @@ def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
         except OverflowError as error:
             raise VocabularyError(f"{where}: an integer does not fit 64 bits.") from error
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
-        ids: NDArray[np.int64] = values.astype(np.int64)
-        return ids
+        return np.array(values, np.int64)
     found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else f"{values!r:.60}"
     raise VocabularyError(f"{where}: expected a flat list of integers, found {found}.")
 
 
 def uncounted_warning(vocab: DraftVocab) -> list[str]:
     """Warn if more than 1% of the ids, forced ids aside, never occur in the counted text: nothing ranks them."""
-    uncounted = vocab.num_uncounted
-    if not uncounted or uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
-        return []
-    return [
+    uncounted = vocab.num_uncounted or 0
+    warning = (
         f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
         f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
-    ]
+    )
+    return [warning] if uncounted > _MAX_UNCOUNTED_SHARE * vocab.size else []
 
 
 def lost_floors(vocab: DraftVocab, size: int) -> list[str]:
@@ -277,12 +272,11 @@ def doubts_of_order(ids: NDArray[np.int64]) -> list[str]:
 
 def padding_warning(size: int) -> list[str]:
     """Warn about a size that serving engines pad."""
-    if size % ROUND_TO == 0:
-        return []
-    return [
+    warning = (
         f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving engines pad "
         f"it, and tensor parallelism needs a multiple (the next is {round_up(size)})"
-    ]
+    )
+    return [warning] if size % ROUND_TO else []
 
 
 def round_up(size: int) -> int:

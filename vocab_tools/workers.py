@@ -40,10 +40,9 @@ MAX_REPORTS = 10
 
 @dataclass(frozen=True)
 class CountPlan:
-    """Everything a worker needs; picklable.
+    """Everything a worker needs; picklable, with sources without files and tables.
 
-    `chat` is None where no source holds chats; sources come without files and tables. Bad records are left out with
-    `skip_bad`, else the first of a block ends it.
+    Bad records are left out with `skip_bad`, else the first of a block ends it.
     """
 
     encoder: EncoderSpec
@@ -122,20 +121,19 @@ class BlockCounter:
 
     def _tally(self, records: Iterable[tuple[int, list[Piece] | BadRecord, int]]) -> Tally:
         """Encode records of `documents`, count them, and hold out a share."""
-        documents: list[list[Piece]] = []
-        hashes: list[int] = []
+        hashed: list[tuple[int, list[Piece]]] = []
         bad: list[tuple[int, str]] = []
         for number, document, key in records:
-            if isinstance(document, BadRecord):
-                bad.append((number, document.reason))
-                if not self._plan.skip_bad:
-                    break
-            else:
-                documents.append(document)
-                hashes.append(key)
+            if not isinstance(document, BadRecord):
+                hashed.append((key, document))
+                continue
+            bad.append((number, document.reason))
+            if not self._plan.skip_bad:
+                break
+        documents = [document for _, document in hashed]
         found, vocab_size = self._encode_pieces(documents), self._plan.encoder.vocab_size
         counts = np.bincount(found.token_ids, minlength=vocab_size)
-        keys, present = np.array(hashes, np.uint64), np.diff(found.offsets) > 0
+        keys, present = np.array([key for key, _ in hashed], np.uint64), np.diff(found.offsets) > 0
         chosen = np.flatnonzero((draws(keys, 2 * self._plan.seed) < self._plan.held_out) & present)
         held_out = [found.token_ids[found.offsets[at] : found.offsets[at + 1]].astype(np.int32) for at in chosen]
         if held_out:
@@ -189,10 +187,7 @@ class BlockCounter:
         encoded = encode_all(self._encode, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
         if any(piece.header_chars for piece in pieces):
-            parts = [
-                self._counted_part(piece, token_ids[start:stop])
-                for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True)
-            ]
+            parts = list(map(self._counted_part, pieces, np.split(token_ids, offsets[1:-1])))
             token_ids, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64)
         return Encoded(token_ids, offsets[np.cumsum([0, *map(len, documents)])])
 
@@ -248,9 +243,8 @@ def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
             for block, future in blocks:
                 yield block, future.result()
         except BrokenProcessPool as error:
-            raise EagleSlimError(
-                "A worker process died, perhaps because memory ran out; fewer --workers need less memory."
-            ) from error
+            why = "perhaps because memory ran out; fewer --workers need less memory"
+            raise EagleSlimError(f"A worker process died, {why}.") from error
 
     try:
         yield count
@@ -283,8 +277,8 @@ def _start_worker(plan: CountPlan) -> None:
 
     use_one_tokenizer_thread()
     # A terminal sends these to the whole group; the parent process ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     global _counter
     _counter = BlockCounter(plan)

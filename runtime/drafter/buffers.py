@@ -205,17 +205,11 @@ def buffer_layout(cfg: DrafterConfig, tree: TreeConfig | None = None) -> dict[st
     int32, int64 = torch.int32, torch.int64
     return {
         "new_tokens": ((slots, max(MAX_WAITING, cfg.tree.new_tokens_width)), int32),
-        "num_new": ((slots,), int32),
-        "prefix": ((slots,), int32),
-        "active_slots": ((slots,), int32),
-        "active_inverse": ((slots,), int32),
+        **dict.fromkeys(("num_new", "prefix", "active_slots", "active_inverse"), ((slots,), int32)),
         "active_count": ((1,), int32),
-        "keys": (cache, cfg.dtype),
-        "values": (cache, cfg.dtype),
-        "draft_tokens": ((slots, total), int64),
-        "parents": ((slots, total), int64),
+        **dict.fromkeys(("keys", "values"), (cache, cfg.dtype)),
+        **dict.fromkeys(("draft_tokens", "parents", "tree_position_ids"), ((slots, total), int64)),
         "tree_mask": ((slots, 1, total, total), torch.bool),
-        "tree_position_ids": ((slots, total), int64),
         "retrieve_indices": ((slots, total, tree.path_width), int64),
         "num_leaves": ((slots,), int64),
     }

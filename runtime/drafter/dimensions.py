@@ -73,18 +73,9 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
-        least = {
-            "hidden": 1,
-            "intermediate": 1,
-            "num_heads": 1,
-            "num_kv_heads": 1,
-            "head_dim": 2,
-            "feature_width": 1,
-            "target_vocab": self.top_k,
-            "draft_vocab": self.top_k,
-            "num_slots": 1,
-            "max_positions": tree.depth * tree.top_k + 1,
-        }
+        least = dict.fromkeys(("hidden", "intermediate", "num_heads", "num_kv_heads", "feature_width", "num_slots"), 1)
+        least |= {"head_dim": 2, "target_vocab": self.top_k, "draft_vocab": self.top_k}
+        least["max_positions"] = tree.depth * tree.top_k + 1
         for name, low in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
@@ -176,11 +167,7 @@ class DrafterConfig:
 
 
 def check_kernel_limits(cfg: DrafterConfig) -> None:
-    """Check the persistent kernel's limits: raises `UnsupportedModelError` for the activation, else `UsageError`.
-
-    hidden up to 16,384, head_dim to 256, draft_vocab to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
-    slots 1 to 16, positions to 131,072 and a tree; bfloat16, float16 or float32.
-    """
+    """Check the persistent kernel's limits: raises `UnsupportedModelError` for the activation, else `UsageError`."""
     check_kernel_activation(cfg.activation)
     bounds = {
         "hidden": (16, 16384),
@@ -235,18 +222,20 @@ def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:
     """Return the fields of a configuration that follow from its head: all but ``draft_vocab``, which may be smaller."""
-    w = head.tensors
-    has_fc = head.kind == "eagle" or head.feature_width != head.hidden
-    return {
-        "kind": head.kind, "hidden": head.hidden, "intermediate": w["mlp.gate_proj.weight"].shape[0],
-        "num_heads": head.num_heads, "num_kv_heads": head.num_kv_heads, "head_dim": head.head_dim,
-        "feature_width": head.feature_width, "target_vocab": head.embedding.shape[0], "norm_eps": head.norm_eps,
-        "dtype": head.dtype, "has_fc": has_fc, "has_fc_bias": has_fc and "fc.bias" in w,
-        "has_qkv_bias": "self_attn.q_proj.bias" in w, "has_o_bias": "self_attn.o_proj.bias" in w,
-        "has_mlp_bias": "mlp.gate_proj.bias" in w, "has_head_norms": head.head_norms is not None,
+    w, is_eagle3 = head.tensors, head.kind == "eagle3"
+    has_fc = not is_eagle3 or head.feature_width != head.hidden
+    same = ("kind", "hidden", "num_heads", "num_kv_heads", "head_dim", "feature_width")
+    return {name: getattr(head, name) for name in (*same, "norm_eps", "dtype", "sliding_window")} | {
+        "intermediate": w["mlp.gate_proj.weight"].shape[0],
+        "target_vocab": head.embedding.shape[0],
+        "has_fc": has_fc,
+        "has_fc_bias": has_fc and "fc.bias" in w,
+        "has_qkv_bias": "self_attn.q_proj.bias" in w,
+        "has_o_bias": "self_attn.o_proj.bias" in w,
+        "has_mlp_bias": "mlp.gate_proj.bias" in w,
+        "has_head_norms": head.head_norms is not None,
         "activation": ACTIVATIONS.get(head.activation, head.activation),
-        "norm_before_residual": head.kind == "eagle3" and head.norm_before_residual,
-        "norm_output": head.kind == "eagle3" and head.norm_output,
-        "tap_norms": len(head.tap_norms) if has_fc and head.kind == "eagle3" else 0,
-        "sliding_window": head.sliding_window,
-    }  # fmt: skip
+        "norm_before_residual": is_eagle3 and head.norm_before_residual,
+        "norm_output": is_eagle3 and head.norm_output,
+        "tap_norms": len(head.tap_norms) if has_fc and is_eagle3 else 0,
+    }

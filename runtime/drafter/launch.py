@@ -17,13 +17,13 @@ from torch import Tensor
 from ..errors import DrafterError, UsageError, check_choice, explain_unknown, misfit
 from ..ops import Launches, Ops, count_launches
 from ..tree import layout_tree
-from .buffers import Buffers, buffer_layout, check_ids, check_room
+from .buffers import BLANK, Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
 from .kernels.ancestor_attention import DraftCache
 from .kernels.gated_mlp import MlpShape
 from .kernels.lm_topk import HeadTiles, Selection, len_lists
 from .kernels.packing import rows_per_program
-from .kernels.pair_rows import add_norm, rotate_append
+from .kernels.pair_rows import norm_rows, rotate_append
 from .kernels.persistent import (
     DraftHeadShape,
     DraftPlan,
@@ -37,7 +37,7 @@ from .kernels.persistent import (
 from .kernels.projections import ProgramOutputs
 from .kernels.row_operands import RowShape
 from .kernels.tree_build import TreeBounds, TreeOutputs
-from .launch_params import LaunchParams, StoredLayout, block_rows, chip_of, padded_slots
+from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
 from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
@@ -156,7 +156,8 @@ def prefill_drafter(
     """
     _check_fits(cfg, weights, bufs)
     X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
-    _check_slot(cfg, slot)
+    if not 0 <= slot < cfg.num_slots:
+        raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
     if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
@@ -196,8 +197,8 @@ def write_pairs(
     embedded = torch.index_select(head.embedding, 0, next_tokens)
     if head.kind == "eagle3":
         inputs = torch.empty((len(embedded), 2 * hidden), dtype=head.dtype, device=head.device)
-        ops(add_norm)(embedded, None, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
-        ops(add_norm)(fuse_features(head, features), None, w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
+        ops(norm_rows)(embedded, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
+        ops(norm_rows)(fuse_features(head, features), w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
     else:
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
@@ -270,11 +271,6 @@ def _check_fits(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         )
 
 
-def _check_slot(cfg: DrafterConfig, slot: int) -> None:
-    if not 0 <= slot < cfg.num_slots:
-        raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
-
-
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
     """Return constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs, layout = block_rows(cfg), params.num_programs, params.layout
@@ -282,6 +278,8 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     segments = tap_segments(cfg)
     outputs = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
     outputs = max(16, min(outputs, 4096 // rows))
+    chunk, tile = layout.chunks["mlp"], params.tiles["mlp"]
+    gates = cfg.hidden, cfg.intermediate, stream.rows.mlp
     plan = DraftPlan(
         head=_head_shape(cfg),
         grid=Grid(programs, len_lists(programs), cfg.num_slots, cfg.embed_rows, buffer_layout(cfg)["new_tokens"][0][1]),
@@ -291,11 +289,10 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         taps=RowShape(cfg.feature_width // segments, segments, cfg.norm_eps, cfg.tap_norms),
         layer=params.tiles["layer"],
         layer_chunk=layout.chunks["layer"],
-        sum_hidden=ProgramOutputs(cfg.hidden, stream.rows.o, outputs),
-        sum_qkv=ProgramOutputs(cfg.qkv_size, stream.rows.qkv, outputs),
+        sum_hidden=ProgramOutputs(cfg.hidden, stream.rows.o, outputs, cfg.has_fp8),
+        sum_qkv=ProgramOutputs(cfg.qkv_size, stream.rows.qkv, outputs, cfg.has_fp8),
         attention=attention_shape(cfg, params),
-        mlp=_mlp_shape(cfg, layout, stream.rows.mlp),
-        mlp_tile=params.tiles["mlp"],
+        mlp=MlpShape(*gates, chunk, cfg.has_fp8, cfg.activation, cfg.has_mlp_bias, tile),
         lm_head=_head_tiles(cfg, params, stream.rows.head),
         select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
         tree=TreeBounds(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
@@ -305,7 +302,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
 
 
 def _head_shape(cfg: DrafterConfig) -> DraftHeadShape:
-    common = {each.name for each in fields(DraftHeadShape)} & {each.name for each in fields(cfg)}
+    common = [each.name for each in fields(DraftHeadShape) if hasattr(cfg, each.name)]
     return DraftHeadShape(
         fused_every_level=cfg.kind == "eagle",
         scaled=cfg.has_fp8,
@@ -313,11 +310,6 @@ def _head_shape(cfg: DrafterConfig) -> DraftHeadShape:
         biases=bias_layout(cfg),
         **{name: getattr(cfg, name) for name in common},
     )
-
-
-def _mlp_shape(cfg: DrafterConfig, layout: StoredLayout, rows: int) -> MlpShape:
-    chunk = layout.chunks["mlp"]
-    return MlpShape(cfg.hidden, cfg.intermediate, rows, chunk, cfg.has_fp8, cfg.activation, cfg.has_mlp_bias)
 
 
 def _head_tiles(cfg: DrafterConfig, params: LaunchParams, rows: int) -> HeadTiles:
@@ -351,28 +343,22 @@ def kernel_arguments(
 ) -> dict[str, Any]:
     """Return run-time arguments of `persistent.draft_kernel`, by name."""
     taps, offsets = _tap_addresses(features)
-    norms = packed.norms
+    parts = {name: getattr(packed, name) for name in ("stream", "scales", "row_ids", "embedding", "biases")}
+    norms = {f"norm_{name}": norm for name, norm in packed.norms.items()}
+    cos, sin = bufs.tables
+    stride = packed.embedding.stride(0)
     return {
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
         "tap_offset_2": offsets[1],
         "depth": bufs.tree.depth,
         "total_tokens": bufs.tree.total_tokens,
-        "step": StepInputs(
-            bufs.new_tokens, bufs.num_new, bufs.prefix, bufs.active_slots, bufs.active_inverse, bufs.active_count
-        ),
-        "head": HeadTensors(
-            packed.stream, packed.scales, packed.row_ids, packed.embedding, norms["in"], norms["hidden"],
-            norms["post"], norms["out"], packed.biases, norms["taps"], *bufs.tables,
-            norms["heads"], cfg.draft_vocab, packed.embedding.stride(0),
-        ),
+        "step": StepInputs(*(getattr(bufs, name) for name in StepInputs._fields)),
+        "head": HeadTensors(**parts, **norms, cos=cos, sin=sin, draft_vocab=cfg.draft_vocab, stride_embedding=stride),
         "cache": DraftCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),
         "ws": Workspace(*(bufs.workspace[buffer.name] for buffer in BUFFERS)),
-        "out": TreeOutputs(
-            bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices,
-            bufs.num_leaves,
-        ),
-    }  # fmt: skip
+        "out": TreeOutputs(*(getattr(bufs, name) for name in BLANK)),
+    }
 
 
 def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:

@@ -100,28 +100,16 @@ def chip_of(device: torch.device) -> Chip:
     )
 
 
-def in_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Return the input features of each matrix."""
+def matrix_shapes(cfg: DrafterConfig) -> dict[str, tuple[int, int]]:
+    """Return the outputs and inputs of each matrix; ``mlp`` is gate and up, row by row side by side."""
     attention = cfg.num_heads * cfg.head_dim
     return {
-        "fc": cfg.fc_in,
-        "qkv": cfg.qkv_in,
-        "o": attention,
-        "mlp": cfg.hidden,
-        "down": cfg.intermediate,
-        "head": cfg.hidden,
-    }
-
-
-def out_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Return the output features of each matrix; ``mlp`` is gate and up, row by row side by side."""
-    return {
-        "fc": cfg.hidden,
-        "qkv": cfg.qkv_size,
-        "o": cfg.hidden,
-        "mlp": cfg.intermediate,
-        "down": cfg.hidden,
-        "head": cfg.draft_vocab,
+        "fc": (cfg.hidden, cfg.fc_in),
+        "qkv": (cfg.qkv_size, cfg.qkv_in),
+        "o": (cfg.hidden, attention),
+        "mlp": (cfg.intermediate, cfg.hidden),
+        "down": (cfg.hidden, cfg.intermediate),
+        "head": (cfg.draft_vocab, cfg.hidden),
     }
 
 
@@ -147,12 +135,8 @@ def block_rows(cfg: DrafterConfig) -> int:
 
 def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
     """Return the numbers of columns that each tile's chunks must divide: whole products, and operands' segments."""
-    inputs = in_features(cfg)
-    return {
-        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)],
-        "mlp": [cfg.hidden],
-        "head": [cfg.hidden],
-    }
+    layer = [matrix_shapes(cfg)[name][1] for name in PROJECTIONS]
+    return {"layer": [cfg.hidden, *layer], "mlp": [cfg.hidden], "head": [cfg.hidden]}
 
 
 def num_groups(split: int, num_programs: int) -> int:
@@ -162,7 +146,7 @@ def num_groups(split: int, num_programs: int) -> int:
 
 def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
     """Count the rows of a projection that ``split`` programs own together."""
-    return rows_per_program(out_features(cfg)[name], num_groups(split, num_programs))
+    return rows_per_program(matrix_shapes(cfg)[name][0], num_groups(split, num_programs))
 
 
 def stage_bytes(cfg: DrafterConfig, name: str, tile: Tile) -> int:
@@ -233,7 +217,7 @@ def fit_split(cfg: DrafterConfig, name: str, chip: Chip) -> int:
     """
     if chip.num_sms == 1:
         return 2
-    operand = USUAL_NODES * in_features(cfg)[name] * cfg.dtype.itemsize
+    operand = USUAL_NODES * matrix_shapes(cfg)[name][1] * cfg.dtype.itemsize
     if operand * chip.num_sms < WORTH_SPLITTING:
         return 1
     for split in (4, 2):

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..errors import explain_fields, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .kernels.packing import assign_rows, cut_chunks, cut_splits, cut_tiles, quantize_rows, rows_per_program
-from .kernels.projections import BiasLayout
-from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, in_features, num_groups, out_features
+from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, matrix_shapes, num_groups
 from .tuned_cache import Launcher, TunedCache, open_tuned_cache
 from .weights import HeadWeights
 
@@ -74,11 +73,11 @@ class StreamLayout:
     def of(cls, cfg: DrafterConfig, layout: StoredLayout, draft_vocab: int) -> StreamLayout:
         """Lay out a head whose LM head has ``draft_vocab`` rows."""
         programs = layout.num_programs
-        outputs = {**out_features(cfg), "head": draft_vocab}
-        rows = {name: rows_per_program(size, programs) for name, size in outputs.items()}
+        rows = {name: rows_per_program(outputs, programs) for name, (outputs, _) in matrix_shapes(cfg).items()}
+        rows["head"] = rows_per_program(draft_vocab, programs)
         grouped = {name: group_rows(cfg, name, layout.split[name], programs) for name in PROJECTIONS}
         offsets, scales, size, num_scales = {}, {}, 0, 0
-        for name, inputs in in_features(cfg).items():
+        for name, (_, inputs) in matrix_shapes(cfg).items():
             if name in PROJECTIONS:
                 split, chunk = layout.split[name], layout.chunks["layer"]
                 units = -(-num_groups(split, programs) * split // programs)
@@ -89,16 +88,9 @@ class StreamLayout:
             offsets[name], scales[name] = size, num_scales
             size += -(-stored // 128) * 128
             num_scales += rows[name] * (2 if name == "mlp" else 1)
-        alone = {"mlp": 1, "head": 1}
-        return cls(
-            PerMatrix(**offsets),
-            PerMatrix(**rows),
-            PerMatrix(**scales),
-            PerMatrix(**layout.split, **alone),
-            PerMatrix(**grouped, mlp=0, head=0),
-            size,
-            num_scales,
-        )
+        places = PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales)
+        groups = PerMatrix(**layout.split, mlp=1, head=1), PerMatrix(**grouped, mlp=0, head=0)
+        return cls(*places, *groups, size, num_scales)
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
@@ -189,8 +181,8 @@ def _cut(name: str, matrix: Tensor, stored: StoredLayout, layout: StreamLayout) 
     return cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"])
 
 
-def bias_layout(cfg: DrafterConfig) -> BiasLayout:
-    """Return where each bias begins in `PackedHead.biases`; a missing one takes no room."""
+def bias_layout(cfg: DrafterConfig) -> PerMatrix:
+    """Return where each bias begins in `PackedHead.biases`, the LM head's behind all; a missing one takes no room."""
     sizes = {
         "fc": cfg.has_fc_bias * cfg.hidden,
         "qkv": cfg.has_qkv_bias * cfg.qkv_size,
@@ -199,7 +191,7 @@ def bias_layout(cfg: DrafterConfig) -> BiasLayout:
         "down": cfg.has_mlp_bias * cfg.hidden,
     }
     starts = accumulate(sizes.values(), initial=0)
-    return BiasLayout(**dict(zip(sizes, starts, strict=False)))
+    return PerMatrix(**dict(zip((*sizes, "head"), starts, strict=True)))
 
 
 @explain_fields
@@ -233,13 +225,20 @@ class Weights:
         """
         check_kernel_limits(cfg)
         check_head_fits(cfg, head)
-        _check_order(head, order)
+        if order is not None:
+            rows = torch.arange(head.draft_vocab, device=order.device)
+            if order.dtype != torch.int64 or not torch.equal(order.sort().values, rows):
+                wanted = f"int64 with each of the {head.draft_vocab} rows of the LM head once"
+                raise misfit("order", wanted, (order.dtype, tuple(order.shape)))
         ids = head.draft_to_target
         if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
             raise misfit("draft_to_target", f"ids of the target, 0 to {cfg.target_vocab - 1}", ids)
         cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
         launches = functools.cache(partial(cache.find, chip=chip, layout=cache.layout(cfg, chip)))
-        return cls(head, pack_head(_contiguous(head), cfg, launches, order), order)
+        # The kernel takes no strides.
+        tensors = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
+        contiguous = replace(head, tensors=tensors, embedding=head.embedding.contiguous())
+        return cls(head, pack_head(contiguous, cfg, launches, order), order)
 
     def first_rows(self, draft_vocab: int) -> HeadWeights:
         """Return the head with its ``draft_vocab`` best LM-head rows, by ascending id."""
@@ -275,18 +274,3 @@ class SharedPacking:
             return False
         ranked = mine.draft_to_target if self.order is None else mine.draft_to_target[self.order]
         return torch.equal(ranked[: len(ids)].sort().values, ids)
-
-
-def _contiguous(head: HeadWeights) -> HeadWeights:
-    """Make all tensors contiguous: the kernel takes no strides."""
-    tensors = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
-    return replace(head, tensors=tensors, embedding=head.embedding.contiguous())
-
-
-def _check_order(head: HeadWeights, order: Tensor | None) -> None:
-    if order is None:
-        return
-    rows = torch.arange(head.draft_vocab, device=order.device)
-    if order.dtype != torch.int64 or not torch.equal(order.sort().values, rows):
-        wanted = f"int64 with each of the {head.draft_vocab} rows of the LM head once"
-        raise misfit("order", wanted, (order.dtype, tuple(order.shape)))

@@ -29,10 +29,11 @@ from transformers.activations import ACT2FN
 from ..settings import TreeConfig
 from ..target.attention import tree_attention_mask
 from ..target.cache import read_rows
-from ..target.kernels.attention import masked_attention
+from ..target.kernels.attention import AttentionParams, masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
 from .dimensions import DrafterConfig
+from .kernels.pair_rows import rms_norm
 from .rope import apply_rotary
 from .weights import HeadWeights
 
@@ -67,12 +68,7 @@ class ReferenceDraft:
     """
 
     def __init__(
-        self,
-        head: HeadWeights,
-        tree: TreeConfig,
-        slots: Tensor,
-        lengths: Tensor,
-        cache: tuple[Tensor, Tensor],
+        self, head: HeadWeights, tree: TreeConfig, slots: Tensor, lengths: Tensor, cache: tuple[Tensor, Tensor]
     ) -> None:
         self.head, self.tree, self.slots, self.lengths = head, tree, slots, lengths
         self.keys, self.values = cache
@@ -167,7 +163,7 @@ class ReferenceDraft:
         mask = tree_attention_mask(
             self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
         )
-        attended = masked_attention(query, keys, values, mask, head.head_dim**-0.5)
+        attended = masked_attention(query, keys, values, mask, AttentionParams(head.head_dim**-0.5))
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
 
@@ -229,9 +225,3 @@ def fuse_features(head: HeadWeights, features: Tensor) -> Tensor:
         taps = features.chunk(len(norms), -1)
         features = torch.cat([rms_norm(tap, w[name], head.norm_eps) for tap, name in zip(taps, norms, strict=True)], -1)
     return F.linear(features, w["fc.weight"], w.get("fc.bias"))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
-    x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

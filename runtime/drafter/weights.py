@@ -263,18 +263,16 @@ def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
 
 
 def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> Tensor:
-    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden]."""
+    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden].
+
+    Raises `UnsupportedModelError` where the target's LM head is needed and quantised.
+    """
     if head.has_lm_head:
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(target.device, target.dtype)
-    return _gather_target_rows(head, target, draft_ids)
-
-
-def _gather_target_rows(head: DraftHead, target: TargetModel, ids: NDArray[np.int64]) -> Tensor:
-    """Gather rows of the target's LM head: [ids, hidden]. Raises `UnsupportedModelError` where it is quantised."""
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
             f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}. Load the "
             "target with an LM head of a floating-point type."
         )
-    rows = torch.from_numpy(ids).to(target.lm_head.device)
+    rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(target.device, target.dtype)

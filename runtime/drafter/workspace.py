@@ -127,7 +127,6 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> DraftAttentionS
         cfg.num_kv_heads,
         cfg.head_dim,
         cfg.top_k,
-        MAX_DEPTH,
         heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim),
         params.block_keys,
         cfg.num_slots,

@@ -182,11 +182,8 @@ class Decoders:
             self.target.reserve_positions(capacity + max(shape.new_tokens_width for shape in shapes))
             # Set last: a cache means that setup finished.
             self._cache = cache
-
-        def build() -> Decoder:
-            return self._build(cache, num_slots, tree, partial)
-
-        return recall(self._decoders, (num_slots, tree, partial), MAX_DECODERS, build)
+        key = num_slots, tree, partial
+        return recall(self._decoders, key, MAX_DECODERS, lambda: self._build(cache, *key))
 
     def _build(
         self, whole: KVCache, num_slots: int, tree: TreeConfig | None, partial: PartialVerification | None

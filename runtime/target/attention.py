@@ -175,8 +175,7 @@ class CacheContext:
         if scratch is None:
             # Under autocast a layer computes in another type than the cache's.
             key, value = key.to(query.dtype), value.to(query.dtype)
-            mask = self._mask(params.window)
-            return masked_attention(query, key, value, mask, params.scale, params.softcap, params.sinks)
+            return masked_attention(query, key, value, self._mask(params.window), params)
         keys, values = self.cache.layers[self._layer_of[key.data_ptr()][0]]
         places, heads, nodes, head_dim = query.shape
         flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim).to(keys.dtype)

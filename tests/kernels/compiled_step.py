@@ -100,7 +100,7 @@ def run_all(compiler: Compiler) -> None:
     rows = SLOTS * NODES
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     x, wide = torch.zeros(rows, HIDDEN, **bf16), torch.zeros(rows, 3 * HIDDEN, **bf16)
-    pair_rows.add_norm(x, x, x[0], 1e-5, x, wide[:, :HIDDEN])
+    pair_rows.norm_rows(x, x[0], 1e-5, wide[:, :HIDDEN])
     state = SlotState.allocate(SLOTS, prompt_chunks.MAX_EOS, "cpu")
     keys = torch.zeros(2, SLOTS, KV_HEADS, 1024, HEAD_DIM, **bf16)
     table, qkv = torch.zeros(64, HEAD_DIM // 2), torch.zeros(rows, width, **bf16)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .frontier import ROWS, chain_at
+from .frontier import CHAIN_COLUMNS, ROWS, chain_at
 from .weight_stream import hidden_zero, store_activation
 
 
@@ -47,8 +47,6 @@ class DraftAttentionShape:
     kv_heads: int
     head_dim: int
     top_k: int
-    max_depth: int
-    """Columns of the ancestor chains."""
     heads_per_unit: int
     block_keys: int
     """Keys of one tile."""
@@ -127,6 +125,8 @@ class Rope(NamedTuple):
 
     cos: Any
     sin: Any
+    norm: Any
+    """[2 * head_dim]: weights of the RMSNorms before, of queries and of keys; read where there are."""
 
 
 class AttentionSplits(NamedTuple):
@@ -262,7 +262,7 @@ def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(qkv_ptr, norm_ptr, rope, unit, keys, offs, dtype, SHAPE: tl.constexpr):
+def _load_queries(qkv_ptr, rope, unit, keys, offs, dtype, SHAPE: tl.constexpr):
     """Load the queries of a unit and rotate them: its `Queries`, in the type of the cache."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     HALF: tl.constexpr = SHAPE.half
@@ -282,7 +282,7 @@ def _load_queries(qkv_ptr, norm_ptr, rope, unit, keys, offs, dtype, SHAPE: tl.co
     low = tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE
     high = tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE
     if SHAPE.head_norms:
-        low, high = _norm_heads(low, high, SCALE, norm_ptr, offs.half, SHAPE)
+        low, high = _norm_heads(low, high, SCALE, rope.norm, offs.half, SHAPE)
     low, high = _rotate(low, high, cos[None, :], sin[None, :])
     return Queries(low.to(dtype), high.to(dtype), mask_r, node)
 
@@ -321,7 +321,7 @@ def _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE: 
         slot = j0 + offs.key
         mask_t = slot < num_tree
         link = tl.load(
-            chain_ptr + queries.node[:, None] * SHAPE.max_depth + (slot // TOP_K)[None, :],
+            chain_ptr + queries.node[:, None] * CHAIN_COLUMNS + (slot // TOP_K)[None, :],
             mask=queries.mask[:, None] & mask_t[None, :],
             other=-1,
         )
@@ -335,7 +335,7 @@ def _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE: 
 
 
 @triton.jit
-def _fold_fresh(queries, qkv_ptr, norm_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE: tl.constexpr):
+def _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE: tl.constexpr):
     """Fold the keys of this very pass into the running softmax, and cache them behind the tree's."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     HALF: tl.constexpr = SHAPE.half
@@ -352,7 +352,7 @@ def _fold_fresh(queries, qkv_ptr, norm_ptr, cache, rope, num_tree, unit, keys, o
     low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
     high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
     if SHAPE.head_norms:
-        low, high = _norm_heads(low, high, 1.0, norm_ptr + HEAD_DIM, offs_h, SHAPE)
+        low, high = _norm_heads(low, high, 1.0, rope.norm + HEAD_DIM, offs_h, SHAPE)
     v_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
     v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
     k_low, k_high = _rotate(low, high, cos, sin)
@@ -375,10 +375,9 @@ def _fold_fresh(queries, qkv_ptr, norm_ptr, cache, rope, num_tree, unit, keys, o
 @triton.jit
 def attend_unit(
     qkv_ptr,  # fp32 [ROWS, stride, qkv_size], from this sequence's first row on
-    norm_ptr,  # [2 * head_dim]: weights of the RMSNorms of queries and of keys; None without them
     cache,  # `DraftCache` of this slot and kv head: [positions, head_dim]
     rope,  # `Rope`
-    chain_ptr,  # int32 [ROWS, max_depth], this sequence's
+    chain_ptr,  # int32 [ROWS, CHAIN_COLUMNS], this sequence's
     splits,  # `AttentionSplits` of this unit's group
     unit,  # `Unit`
     prefix,  # cached positions before this pass
@@ -387,7 +386,7 @@ def attend_unit(
     SHAPE: tl.constexpr,  # `DraftAttentionShape`
     ALL_SPLITS: tl.constexpr,  # whether all splits may take part of a long prefix: where they can be few
 ):
-    """Do one unit of work; the last split also takes in the fresh keys, and caches them. `merge_splits` comes after."""
+    """Do one unit of work; the last split also takes in the fresh keys, and caches them. `merge_heads` comes after."""
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     BLOCK_D: tl.constexpr = SHAPE.block_d
     zero = hidden_zero()
@@ -402,7 +401,7 @@ def attend_unit(
     num_fresh = tl.where(is_extend, num_new, SHAPE.top_k)
     cached = tl.where(is_extend, prefix, prefix + num_new)
     keys = Keys(level, is_extend, num_new, num_queries, num_fresh, cached, prefix + num_new - 1 + level)
-    queries = _load_queries(qkv_ptr, norm_ptr, rope, unit, keys, offs, cache.key.dtype.element_ty, SHAPE)
+    queries = _load_queries(qkv_ptr, rope, unit, keys, offs, cache.key.dtype.element_ty, SHAPE)
     running = Running(
         tl.full([GROUP_ROWS], float("-inf"), tl.float32),
         tl.zeros([GROUP_ROWS], tl.float32),
@@ -415,76 +414,13 @@ def attend_unit(
     if unit.split == tree_split:
         running = _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE)
     if unit.split == fresh_split:
-        running = _fold_fresh(queries, qkv_ptr, norm_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE)
+        running = _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE)
     stat = splits.stats + unit.split * 2 * GROUP_ROWS + offs_r
     tl.store(stat, running.maximum)
     tl.store(stat + GROUP_ROWS, running.sum)
     acc_offs = offs_r[:, None] * BLOCK_D + offs_d[None, :]
     mask_out = queries.mask[:, None] & offs.in_head[None, :]
     tl.store(splits.weighted + unit.split * GROUP_ROWS * BLOCK_D + acc_offs, running.weighted, mask=mask_out)
-
-
-@triton.jit
-def unit_of(group, split, num_splits, SHAPE: tl.constexpr):
-    """Return the sequence and the unit of a group's number; inverse of `query_place`."""
-    kv_head = (group // SHAPE.head_groups) % SHAPE.kv_heads
-    a = group // (SHAPE.head_groups * SHAPE.kv_heads)
-    return a, Unit(kv_head, group % SHAPE.head_groups, split, num_splits)
-
-
-@triton.jit
-def query_place(a, node, head, SHAPE: tl.constexpr):
-    """Return the group of units, and its row, that holds a query of the a-th sequence."""
-    in_group = head % SHAPE.group
-    group = (a * SHAPE.kv_heads + head // SHAPE.group) * SHAPE.head_groups + in_group // SHAPE.heads_per_unit
-    return group, in_group % SHAPE.heads_per_unit * ROWS + node
-
-
-@triton.jit
-def splits_at(splits, first_split, SHAPE: tl.constexpr):
-    """Return the `AttentionSplits` from the ``first_split``-th (int64) on."""
-    rows = first_split * SHAPE.heads_per_unit * ROWS
-    return AttentionSplits(splits.stats + rows * 2, splits.weighted + rows * SHAPE.block_d)
-
-
-@triton.jit
-def cache_at(cache, slot, kv_head):
-    """Return the `DraftCache` of one slot (int64) and kv head."""
-    place = slot * cache.stride_slot + kv_head.to(tl.int64) * cache.stride_head
-    return DraftCache(cache.key + place, cache.value + place, cache.stride_slot, cache.stride_head)
-
-
-@triton.jit
-def merge_splits(
-    splits,  # `AttentionSplits` of all groups
-    first_split,  # int64 [queries]: number of the first split of each query's group
-    row,  # [queries]: its row in the group
-    num_splits,  # [queries]
-    mask_q,
-    out_ptr,  # [rows, heads * head_dim], see `weight_stream.store_activation`
-    out_row,  # [queries]
-    head,  # [queries]
-    SHAPE: tl.constexpr,
-):
-    """Merge the splits of some queries: the softmax-weighted sum over all of them."""
-    GROUP_ROWS: tl.constexpr = SHAPE.group_rows
-    zero = hidden_zero()
-    offs_s = tl.arange(0, SHAPE.max_splits) + zero
-    offs_d = tl.arange(0, SHAPE.block_d) + zero
-    mask_d = (offs_d < SHAPE.head_dim)[None, :]
-    split = first_split[:, None] + offs_s[None, :]  # [queries, splits]
-    mask = (offs_s[None, :] < num_splits[:, None]) & mask_q[:, None]
-    split_max = tl.load(splits.stats + split * 2 * GROUP_ROWS + row[:, None], mask=mask, other=float("-inf"))
-    split_sum = tl.load(splits.stats + split * 2 * GROUP_ROWS + GROUP_ROWS + row[:, None], mask=mask, other=0.0)
-    place = (split * GROUP_ROWS + row[:, None])[:, :, None] * SHAPE.block_d + offs_d[None, None, :]
-    split_acc = tl.load(splits.weighted + place, mask=mask[:, :, None] & mask_d[:, None, :], other=0.0)
-    top = tl.max(split_max, axis=1)
-    weight = tl.exp2(split_max - tl.where(mask_q, top, 0.0)[:, None])
-    norm = tl.where(mask_q, tl.sum(split_sum * weight, axis=1), 1.0)
-    total = tl.sum(split_acc * weight[:, :, None], axis=1) / norm[:, None]
-    column = (head * SHAPE.head_dim)[:, None] + offs_d[None, :]
-    row_size: tl.constexpr = SHAPE.heads * SHAPE.head_dim
-    store_activation(out_ptr, out_row.to(tl.int64)[:, None], column, total, mask_q[:, None] & mask_d, row_size)
 
 
 @triton.jit
@@ -513,10 +449,9 @@ def of_sequence(value, seq, a):
 @triton.jit
 def attend(
     qkv_ptr,  # fp32 [ROWS, stride, qkv_size]
-    norm_ptr,  # as in `attend_unit`
     cache,  # `DraftCache`
     rope,  # `Rope`
-    chain_ptr,  # int32 [2, slots, ROWS, max_depth], see `frontier.chain_at`
+    chain_ptr,  # int32 [2, slots, ROWS, CHAIN_COLUMNS], see `frontier.chain_at`
     splits,  # `AttentionSplits`
     rows,  # `Rows`
     num_active,
@@ -531,33 +466,34 @@ def attend(
         place = index + num_active * 0
         group = place % num_groups
         split = place // num_groups
-        a, unit = unit_of(group, split, max_splits, SHAPE)
+        kv_head = (group // SHAPE.head_groups) % SHAPE.kv_heads
+        a = group // (SHAPE.head_groups * SHAPE.kv_heads)
         prefix = of_sequence(rows.prefix, rows.seq, a)
         num_splits = splits_of(prefix, max_splits, SHAPE)
         if split < num_splits:
             slot = of_sequence(rows.slot, rows.seq, a).to(tl.int64)
             row = (a * ROWS).to(tl.int64)
-            attend_unit(
-                qkv_ptr + a.to(tl.int64) * SHAPE.qkv_size,
-                norm_ptr,
-                cache_at(cache, slot, unit.kv_head),
-                rope,
-                chain_at(chain_ptr, level, row, SHAPE.slots),
-                splits_at(splits, (group * max_splits).to(tl.int64), SHAPE),
-                Unit(unit.kv_head, unit.head_group, split, num_splits),
-                prefix,
-                of_sequence(rows.num_new, rows.seq, a),
-                level,
-                SHAPE,
-                PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_splits,
-            )
+            source_ptr = qkv_ptr + a.to(tl.int64) * SHAPE.qkv_size
+            at = slot * cache.stride_slot + kv_head.to(tl.int64) * cache.stride_head
+            mine = DraftCache(cache.key + at, cache.value + at, cache.stride_slot, cache.stride_head)
+            chains = chain_at(chain_ptr, level, row, SHAPE.slots)
+            first = (group * max_splits).to(tl.int64) * SHAPE.heads_per_unit * ROWS
+            parts = AttentionSplits(splits.stats + first * 2, splits.weighted + first * SHAPE.block_d)
+            unit = Unit(kv_head, group % SHAPE.head_groups, split, num_splits)
+            num_new = of_sequence(rows.num_new, rows.seq, a)
+            ALL_SPLITS: tl.constexpr = PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_splits
+            attend_unit(source_ptr, mine, rope, chains, parts, unit, prefix, num_new, level, SHAPE, ALL_SPLITS)
 
 
 @triton.jit
 def merge_heads(splits, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
-    """Merge the splits of `attend`, some queries at a time, into the operand of the output projection."""
+    """Merge the splits of `attend` into the operand of the output projection: their softmax-weighted sums.
+
+    ``out_ptr`` [rows, heads * head_dim], see `weight_stream.store_activation`.
+    """
     HEADS: tl.constexpr = SHAPE.heads
     QUERIES: tl.constexpr = SHAPE.queries
+    GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     max_splits = splits_per_group(num_active, PROGRAMS, SHAPE)
     num_queries = num_active * num_nodes * HEADS
     for first in tl.range(tl.program_id(0) * QUERIES, num_queries, PROGRAMS * QUERIES, disable_licm=True):
@@ -565,20 +501,32 @@ def merge_heads(splits, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.const
         a = query // (num_nodes * HEADS)
         node = query // HEADS % num_nodes
         head = query % HEADS
-        mask = query < num_queries
+        mask_q = query < num_queries
         prefix = tl.max(tl.where(rows.seq[None, :] == a[:, None], rows.prefix[None, :], 0), axis=1)
-        group, row = query_place(a, node, head, SHAPE)
-        merge_splits(
-            splits,
-            (group * max_splits).to(tl.int64),
-            row,
-            splits_of(prefix, max_splits, SHAPE),
-            mask,
-            out_ptr,
-            node * SHAPE.stride + a,
-            head,
-            SHAPE,
-        )
+        # The group of units, and its row, that holds the query: as `attend` numbers them.
+        in_group = head % SHAPE.group
+        group = (a * SHAPE.kv_heads + head // SHAPE.group) * SHAPE.head_groups + in_group // SHAPE.heads_per_unit
+        row = in_group % SHAPE.heads_per_unit * ROWS + node
+        first_split = (group * max_splits).to(tl.int64)
+        num_splits = splits_of(prefix, max_splits, SHAPE)
+        out_row = node * SHAPE.stride + a
+        zero = hidden_zero()
+        offs_s = tl.arange(0, SHAPE.max_splits) + zero
+        offs_d = tl.arange(0, SHAPE.block_d) + zero
+        mask_d = (offs_d < SHAPE.head_dim)[None, :]
+        split = first_split[:, None] + offs_s[None, :]  # [queries, splits]
+        mask = (offs_s[None, :] < num_splits[:, None]) & mask_q[:, None]
+        split_max = tl.load(splits.stats + split * 2 * GROUP_ROWS + row[:, None], mask=mask, other=float("-inf"))
+        split_sum = tl.load(splits.stats + split * 2 * GROUP_ROWS + GROUP_ROWS + row[:, None], mask=mask, other=0.0)
+        place = (split * GROUP_ROWS + row[:, None])[:, :, None] * SHAPE.block_d + offs_d[None, None, :]
+        split_acc = tl.load(splits.weighted + place, mask=mask[:, :, None] & mask_d[:, None, :], other=0.0)
+        top = tl.max(split_max, axis=1)
+        weight = tl.exp2(split_max - tl.where(mask_q, top, 0.0)[:, None])
+        norm = tl.where(mask_q, tl.sum(split_sum * weight, axis=1), 1.0)
+        total = tl.sum(split_acc * weight[:, :, None], axis=1) / norm[:, None]
+        column = (head * SHAPE.head_dim)[:, None] + offs_d[None, :]
+        row_size: tl.constexpr = SHAPE.heads * SHAPE.head_dim
+        store_activation(out_ptr, out_row.to(tl.int64)[:, None], column, total, mask_q[:, None] & mask_d, row_size)
 
 
 def heads_per_attention_unit(group: int, head_dim: int) -> int:

@@ -42,12 +42,6 @@ class Frontier(NamedTuple):
 
 
 @triton.jit
-def frontier_at(frontier, row):
-    """Return the `Frontier` from a row on."""
-    return Frontier(frontier.score + row, frontier.candidate + row, frontier.parent + row, frontier.child + row)
-
-
-@triton.jit
 def chain_at(chain_ptr, level, row, SLOTS: tl.constexpr):
     """Return the ancestor chains of a level's nodes, from a row on; two levels take turns."""
     return chain_ptr + ((level % 2) * SLOTS * ROWS + row) * CHAIN_COLUMNS

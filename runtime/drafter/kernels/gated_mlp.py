@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from .weight_stream import hidden_zero, operand_dot, operand_mask, operand_rows, operand_sum, store_activation
+from .weight_stream import Tile, hidden_zero, operand_dot, operand_mask, operand_rows, operand_sum, store_activation
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class MlpShape:
     """Columns stored together: a multiple of the tile's ``block_k``."""
     scaled: bool
     """Rows have a scale each: the weights are FP8."""
-    activation: str = "silu"
+    activation: str
     """One of `drafter.dimensions.ACTIVATIONS`."""
-    biased: bool = False
-    """Gate and up have biases."""
+    biased: bool
+    tile: Tile
 
 
 @triton.jit
@@ -60,12 +60,12 @@ def gated_mlp(
     bias_ptr,  # [2, intermediate], read when biased
     out_ptr,  # [BLOCK_M, intermediate]
     SHAPE: tl.constexpr,  # `MlpShape`
-    TILE: tl.constexpr,  # `weight_stream.Tile`
 ):
     """Write this program's columns of the result."""
     HIDDEN: tl.constexpr = SHAPE.hidden
     R: tl.constexpr = SHAPE.rows
     ACTIVATION: tl.constexpr = SHAPE.activation
+    TILE: tl.constexpr = SHAPE.tile
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
     CHUNK: tl.constexpr = SHAPE.chunk

@@ -125,28 +125,6 @@ class Lists(NamedTuple):
 
 
 @triton.jit
-def scratch_place(row, column, BLOCK_N: tl.constexpr):
-    """Find a logit's place in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
-
-    So the LANES threads of each of 16 rows read 256 neighbours at a time.
-    """
-    group = row // SELECT_ROWS * (SELECT_ROWS * BLOCK_N)
-    return group + column // LANES * (SELECT_ROWS * LANES) + row % SELECT_ROWS * LANES + column % LANES
-
-
-@triton.jit
-def packed_row(row, nodes, GROUPS: tl.constexpr):
-    """Return the number of a node among those in use."""
-    return row // GROUPS * nodes.groups + row % GROUPS
-
-
-@triton.jit
-def unpacked_row(place, nodes, GROUPS: tl.constexpr):
-    """Inverse of `packed_row`."""
-    return place // nodes.groups * GROUPS + place % nodes.groups
-
-
-@triton.jit
 def update_best(
     scratch_ptr,  # fp32 [block_m, BLOCK_N], this program's
     row_ids_ptr,  # int32: id of each column of the tile
@@ -155,7 +133,7 @@ def update_best(
     first_row,  # of SELECT_ROWS nodes, as they lie in the scratch
     nodes,  # `Nodes`
     tile_start,  # first row of this tile; at 0 there is nothing to fold into
-    SELECT: tl.constexpr,  # `Selection`; rows of the scratch are `packed_row`s if it is packed
+    SELECT: tl.constexpr,  # `Selection`; if it is packed, rows of the scratch are numbers of the nodes in use
     BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr,  # whether there is more than one tile
 ):
@@ -171,7 +149,7 @@ def update_best(
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
     if SELECT.packed:
-        row = unpacked_row(row, nodes, SELECT.groups)
+        row = row // nodes.groups * SELECT.groups + row % nodes.groups
     in_use = (row % SELECT.groups < nodes.groups) & (row // SELECT.groups < nodes.rows)
     element = tl.arange(0, BLOCK_N // LANES)
     column = element[:, None] * LANES + lane[None, :]
@@ -238,29 +216,24 @@ def stream_topk(
     num_rows = nodes.groups * nodes.rows
     scratch_row = offs_m
     if SELECT.packed:
-        scratch_row = packed_row(offs_m, nodes, SELECT.groups)
+        scratch_row = offs_m // SELECT.groups * nodes.groups + offs_m % SELECT.groups
     if head.num_rows <= 0:
         clear_lists(lists.keys, SELECT)
     for n0 in tl.range(0, head.num_rows, HEAD.step, disable_licm=True):
         left = tl.minimum(head.num_rows - n0, HEAD.step)
         tile_start = n0 // STORED * STORED
         tile_rows = OWNED if OWNED <= STORED else tl.minimum(OWNED - tile_start, STORED)
-        acc = stream_matmul(
-            Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
-            head.weight + tile_start * HIDDEN + (n0 - tile_start) * CHUNK,
-            left,
-            tile_rows * CHUNK,
-            0,
-            HIDDEN // CHUNK + zero,
-            False,
-            CHUNK,
-            TILE,
-        )
+        x = Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN)
+        w_ptr = head.weight + tile_start * HIDDEN + (n0 - tile_start) * CHUNK
+        acc = stream_matmul(x, w_ptr, left, tile_rows * CHUNK, 0, HIDDEN // CHUNK + zero, False, CHUNK, TILE)
         if HEAD.scaled:
             acc *= tl.load(head.scale + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
         tl.debug_barrier()
-        place = scratch_place(scratch_row[None, :], offs_n[:, None], BLOCK_N)
+        # [groups, BLOCK_N / LANES, 16 rows, LANES]: the LANES threads of each of 16 rows read 256 neighbours.
+        row, column = scratch_row[None, :], offs_n[:, None]
+        group = row // SELECT_ROWS * (SELECT_ROWS * BLOCK_N)
+        place = group + column // LANES * (SELECT_ROWS * LANES) + row % SELECT_ROWS * LANES + column % LANES
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
         for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):

@@ -17,75 +17,39 @@ from torch import Tensor
 _NORM_ELEMENTS_PER_WARP = 512
 
 
-def add_norm_ref(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None
-) -> None:
-    """Add ``delta`` to ``residual`` in place, copy the sum to ``tap``, and write its RMSNorm to ``out``.
+def norm_rows_ref(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Write the RMSNorm of ``x`` to ``out``.
 
-    ``residual``, ``delta``, ``out`` [rows, hidden] and ``weight`` [hidden] of one float type; ``out`` and ``tap``
-    [rows, hidden] may be column blocks of wider tensors.
+    ``x``, ``out`` [rows, hidden] and ``weight`` [hidden] of one float type; ``out`` may be a column block of a wider
+    tensor.
     """
-    if delta is not None:
-        residual += delta
-    if tap is not None:
-        tap.copy_(residual)
-    x = residual.float()
-    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    out.copy_(weight * (x * scale).to(residual.dtype))
+    out.copy_(rms_norm(x, weight, eps))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 @triton.jit
-def _add_norm_kernel(
-    residual_ptr,
-    delta_ptr,
-    weight_ptr,
-    out_ptr,
-    stride_out,
-    tap_ptr,
-    stride_tap,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    TAP: tl.constexpr,
-):
+def _norm_rows_kernel(x_ptr, weight_ptr, out_ptr, stride_out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    x = tl.load(residual_ptr + row * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(delta_ptr + row * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(residual_ptr + row * HIDDEN + column, x, mask=inside)
-    if TAP:
-        tl.store(tap_ptr + row * stride_tap + column, x, mask=inside)
+    x = tl.load(x_ptr + row * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / HIDDEN + eps)
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * stride_out + column, normed * weight, mask=inside)
 
 
-def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None
-) -> None:
-    """Run `add_norm_ref` as one launch, a program a row."""
-    rows, hidden = residual.shape
+def norm_rows(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Run `norm_rows_ref` as one launch, a program a row."""
+    rows, hidden = x.shape
     block = triton.next_power_of_2(hidden)
-    _add_norm_kernel[(rows,)](
-        residual,
-        residual if delta is None else delta,
-        weight,
-        out,
-        out.stride(0),
-        residual if tap is None else tap,
-        0 if tap is None else tap.stride(0),
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        ADD=delta is not None,
-        TAP=tap is not None,
-        num_warps=min(8, max(1, block // _NORM_ELEMENTS_PER_WARP)),
-    )
+    warps = min(8, max(1, block // _NORM_ELEMENTS_PER_WARP))
+    _norm_rows_kernel[(rows,)](x, weight, out, out.stride(0), eps, HIDDEN=hidden, BLOCK=block, num_warps=warps)
 
 
 def rotate_append_ref(
@@ -117,18 +81,13 @@ def rotate_append_ref(
     split = qkv.view(rows, heads + 2 * kv_heads, head_dim)
     q, k, v = split.split((heads, kv_heads, kv_heads), 1)
     if norms is not None:
-        q, k = (_head_norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
+        q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
     q, k = (_rotate(x, cos, sin) for x in (q, k))
     split[:, :heads] = q
     kept = kv_rows >= 0
     slot = slots.long().repeat_interleave(rows // len(slots))[kept]
     keys[slot, :, kv_rows[kept].long()] = k[kept].to(keys.dtype)
     values[slot, :, kv_rows[kept].long()] = v[kept]
-
-
-def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -227,12 +186,10 @@ def rotate_append(
     rows = qkv.shape[0]
     _, kv_heads, _, head_dim = keys.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    norm_q, norm_k = (qkv, qkv) if norms is None else norms
     _rotate_append_kernel[(rows, heads + 2 * kv_heads)](
         qkv,
         qkv if bias is None else bias,
-        norm_q,
-        norm_k,
+        *((qkv, qkv) if norms is None else norms),
         eps,
         *tables,
         positions,

@@ -42,8 +42,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .ancestor_attention import AttentionSplits, DraftAttentionShape, Rope, Rows, attend, merge_heads
-from .frontier import ROWS, Frontier, chain_at, choose_frontier, frontier_at
+from .ancestor_attention import AttentionSplits, DraftAttentionShape, DraftCache, Rope, Rows, attend, merge_heads
+from .frontier import ROWS, Frontier, chain_at, choose_frontier
 from .gated_mlp import MlpShape, gated_mlp
 from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import (
@@ -58,7 +58,6 @@ from .lm_topk import (
     stream_topk,
 )
 from .projections import (
-    BiasLayout,
     PartialSums,
     ProgramOutputs,
     Residual,
@@ -68,7 +67,7 @@ from .projections import (
 )
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
 from .selection import LOWEST_KEY, order_key
-from .tree_build import TreeBounds, TreeCandidates, TreeSize, blank_tree, build_tree, candidates_of
+from .tree_build import TreeBounds, TreeCandidates, TreeOutputs, TreeSize, blank_tree, build_tree
 from .weight_stream import NextOperand, Operand, Tile
 
 FC_PASS, QKV_PASS, O_PASS, DOWN_PASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -90,24 +89,16 @@ class DraftHeadShape:
     intermediate: int
     attention: int
     """heads * head_dim."""
-    feature_width: int
+    fc_in: int
+    qkv_in: int
     has_o_bias: bool
     has_mlp_bias: bool
     norm_before_residual: bool
     """The residual of the attention is the feature after ``hidden_norm``."""
     norm_output: bool
     """A node's children take its output after the last RMSNorm as their feature."""
-    biases: BiasLayout
-
-    @property
-    def qkv_in(self) -> int:
-        """Inputs of qkv: (embedding, feature) in EAGLE-3, the fused feature in EAGLE-1/2."""
-        return self.hidden if self.fused_every_level else 2 * self.hidden
-
-    @property
-    def fc_in(self) -> int:
-        """Inputs of fc."""
-        return 2 * self.hidden if self.fused_every_level else self.feature_width
+    biases: Any
+    """`packing.PerMatrix`: where each bias begins."""
 
     @property
     def raw_input(self) -> bool:
@@ -172,7 +163,6 @@ class DraftPlan:
     sum_qkv: ProgramOutputs
     attention: DraftAttentionShape
     mlp: MlpShape
-    mlp_tile: Tile
     lm_head: HeadTiles
     select: Selection
     tree: TreeBounds
@@ -236,22 +226,17 @@ class HeadTensors(NamedTuple):
 class Draft(NamedTuple):
     """A launch as one program sees it; what is no address is kept in registers from barrier to barrier."""
 
-    step: Any
-    """`StepInputs`."""
-    head: Any
-    """`HeadTensors`."""
-    cache: Any
-    """`DraftCache`."""
+    step: StepInputs
+    head: HeadTensors
+    cache: DraftCache
     ws: Any
     """`Workspace`."""
-    out: Any
-    """`TreeOutputs`."""
+    out: TreeOutputs
     x_in: Any
     """Address of the embeddings and features as operands."""
     num_active: Any
     depth: Any
-    size: Any
-    """`TreeSize`."""
+    size: TreeSize
     stream: Any
     """Address of this program's stream of weights."""
     scales: Any
@@ -260,8 +245,7 @@ class Draft(NamedTuple):
     """int64: its first list of children in `Lists`."""
     num_rows: Any
     """LM-head rows that it has in use."""
-    rows: Any
-    """`Rows`."""
+    rows: Rows
     row: Any
     """int64 [BLOCK_M]: number of each row."""
     node: Any
@@ -347,17 +331,10 @@ def read_new_tokens(features, tap_offset_1, tap_offset_2, draft, PLAN: tl.conste
                 feature = tl.load(taps_ptr + offs_h, mask=offs_h < HIDDEN, other=0.0).to(tl.float32)
                 tl.store(ws.hidden + row.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
             else:
-                write_taps(
-                    taps_ptr,
-                    tap_offset_1,
-                    tap_offset_2,
-                    ws.x + PLAN.operands.fc,
-                    row,
-                    ws.factor + FEATURES + row,
-                    head.norm_taps,
-                    TAPS,
-                    PLAN.head.scaled,
-                )
+                x_ptr = ws.x + PLAN.operands.fc
+                factor_ptr = ws.factor + FEATURES + row
+                scaled: tl.constexpr = PLAN.head.scaled
+                write_taps(taps_ptr, tap_offset_1, tap_offset_2, x_ptr, row, factor_ptr, head.norm_taps, TAPS, scaled)
 
 
 @triton.jit
@@ -401,20 +378,18 @@ def choose_nodes(draft, a, level, first_candidate, PLAN: tl.constexpr):
     if level.number == draft.depth:
         newest = tl.load(step.num_new + slot) - 1
         root = tl.load(step.new_tokens + slot.to(tl.int64) * GRID.width + newest)
-        drafted = TreeCandidates(ws.token, ws.score, ws.parent, ws.node_of, ws.chosen)
-        build_tree(candidates_of(drafted, a, TREE), root, slot, draft.out, draft.size, TREE)
+        at = a * TREE.candidates
+        tree = TreeCandidates(ws.token + at, ws.score + at, ws.parent + at, ws.node_of + at, ws.chosen + a * TREE.total)
+        build_tree(tree, root, slot, draft.out, draft.size, TREE)
     else:
-        frontier = Frontier(ws.frontier_score, ws.frontier_candidate, ws.frontier_parent, ws.frontier_child)
-        choose_frontier(
-            ws.child_key + a * ROWS * PLAN.select.max_k,
-            level.num_nodes,
-            first_candidate,
-            level.number,
-            frontier_at(frontier, a * ROWS),
-            chain_at(ws.chain, level.number, a * ROWS, GRID.slots),
-            chain_at(ws.chain, level.number + 1, a * ROWS, GRID.slots),
-            SELECT,
-        )
+        row = a * ROWS
+        keys_ptr = ws.child_key + row * PLAN.select.max_k
+        score_ptr = ws.frontier_score + row
+        candidate_ptr = ws.frontier_candidate + row
+        nodes = Frontier(score_ptr, candidate_ptr, ws.frontier_parent + row, ws.frontier_child + row)
+        chain = chain_at(ws.chain, level.number, row, GRID.slots)
+        next_chain = chain_at(ws.chain, level.number + 1, row, GRID.slots)
+        choose_frontier(keys_ptr, level.num_nodes, first_candidate, level.number, nodes, chain, next_chain, SELECT)
 
 
 @triton.jit
@@ -432,32 +407,19 @@ def gather_children(draft, rank, token, a, node, row, first_job, stride, PLAN: t
         for first in tl.range(first_job, TOP_K, GATHER * stride, disable_licm=True):
             jobs = first + tl.arange(0, GATHER) * stride
             child_token = tl.max(tl.where(rank[None, :] == jobs[:, None], token[None, :], 0), axis=1)
-            write_rows(
-                head.embedding,
-                child_token.to(tl.int64) * head.stride_embedding,
-                jobs < TOP_K,
-                draft.x_in,
-                ws.factor,
-                a * PLAN.grid.embed_rows + node * TOP_K + jobs,
-                head.norm_in,
-                NORMED,
-                ROW,
-            )
+            source = child_token.to(tl.int64) * head.stride_embedding
+            to = a * PLAN.grid.embed_rows + node * TOP_K + jobs
+            in_use = jobs < TOP_K
+            write_rows(head.embedding, source, in_use, draft.x_in, ws.factor, to, head.norm_in, NORMED, ROW)
         if first_job == TOP_K % stride:
             write_feature(draft, row, PLAN)
     else:
         for job in tl.range(first_job, TOP_K + 1, stride, disable_licm=True):
             if job < TOP_K:
                 child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
-                write_row(
-                    head.embedding + child_token * head.stride_embedding,
-                    draft.x_in,
-                    ws.factor,
-                    a * PLAN.grid.embed_rows + node * TOP_K + job,
-                    head.norm_in,
-                    NORMED,
-                    ROW,
-                )
+                source_ptr = head.embedding + child_token * head.stride_embedding
+                to = a * PLAN.grid.embed_rows + node * TOP_K + job
+                write_row(source_ptr, draft.x_in, ws.factor, to, head.norm_in, NORMED, ROW)
             else:
                 write_feature(draft, row, PLAN)
 
@@ -487,12 +449,9 @@ def pick(draft, level, PLAN: tl.constexpr):
         node = (unit % num_rows) % num_nodes
         row = node * PLAN.grid.stride + a
         frontier_row = a * ROWS + node
-        rank, value, token, lse = merge_best(
-            lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT),
-            ws.owner + pid * SELECT.max_k,
-            tl.minimum(draft.head.draft_vocab, PROGRAMS),
-            SELECT,
-        )
+        lists = lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT)
+        num_lists = tl.minimum(draft.head.draft_vocab, PROGRAMS)
+        rank, value, token, lse = merge_best(lists, ws.owner + pid * SELECT.max_k, num_lists, SELECT)
         if copy == 0:
             base = tl.load(ws.frontier_score + frontier_row, mask=level.number > 0, other=0.0)
             score = base + tl.minimum(value - lse, 0.0)
@@ -607,19 +566,9 @@ def fuse_raw(draft, level, fused, round, PLAN: tl.constexpr):
         round = next_phase(ws.barrier, round, PLAN.grid.programs)
     else:
         tl.debug_barrier()
-    finish_rows(
-        sums,
-        level.mask_in,
-        tl.full([PLAN.select.block_m], 1.0, tl.float32),
-        draft.scales,
-        draft.head.biases + HEAD.biases.fc,
-        ws.hidden,
-        fused,
-        SUM_HIDDEN,
-        HEAD.scaled,
-        HEAD.has_fc_bias,
-        True,
-    )
+    factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
+    bias = draft.head.biases + HEAD.biases.fc
+    finish_rows(sums, level.mask_in, factor, draft.scales, bias, ws.hidden, fused, SUM_HIDDEN, HEAD.has_fc_bias, True)
     return next_phase(ws.barrier, round, PLAN.grid.programs)
 
 
@@ -633,13 +582,9 @@ def multiply(draft, level, which, first, round, PLAN: tl.constexpr):
     OPERANDS: tl.constexpr = PLAN.operands
     # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
     pairs = which == (FC_PASS if FUSED else QKV_PASS)
-    x_start = select(
-        which,
-        OPERANDS.inputs if FUSED else OPERANDS.fc,
-        OPERANDS.fc if FUSED else OPERANDS.inputs,
-        OPERANDS.attention,
-        OPERANDS.mlp,
-    )
+    x_fc: tl.constexpr = OPERANDS.inputs if FUSED else OPERANDS.fc
+    x_qkv: tl.constexpr = OPERANDS.fc if FUSED else OPERANDS.inputs
+    x_start = select(which, x_fc, x_qkv, OPERANDS.attention, OPERANDS.mlp)
     row_size = select(which, HEAD.hidden if FUSED else HEAD.fc_in, HEAD.hidden, HEAD.attention, HEAD.intermediate)
     in_features = select(which, HEAD.fc_in, HEAD.qkv_in, HEAD.attention, HEAD.intermediate)
     split = select(which, STREAM.split.fc, STREAM.split.qkv, STREAM.split.o, STREAM.split.down)
@@ -665,25 +610,17 @@ def finish_fc(draft, level, sums, first, is_last, fused, round, PLAN: tl.constex
     """Add up fc; EAGLE-3's features are normalised behind a barrier. Returns the number of the barrier."""
     SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
     HEAD: tl.constexpr = PLAN.head
+    FUSED: tl.constexpr = HEAD.fused_every_level
     ws = draft.ws
     factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
     if HEAD.scaled:
         row = PLAN.grid.features + first + tl.arange(0, PLAN.select.block_m)
         factor = tl.load(ws.factor + row, mask=level.mask_in, other=0.0)
-    finish_rows(
-        sums,
-        level.mask_in,
-        factor,
-        draft.scales,
-        draft.head.biases + HEAD.biases.fc,
-        ws.hidden + first * HEAD.hidden,
-        NextOperand(fused.ptr + first * HEAD.hidden, fused.factor),
-        SUM_HIDDEN,
-        HEAD.scaled,
-        HEAD.has_fc_bias,
-        HEAD.fused_every_level,
-    )
-    if not HEAD.fused_every_level:  # noqa: SIM102 - this one is decided by the compiler
+    bias = draft.head.biases + HEAD.biases.fc
+    out_ptr = ws.hidden + first * HEAD.hidden
+    operand = NextOperand(fused.ptr + first * HEAD.hidden, fused.factor)
+    finish_rows(sums, level.mask_in, factor, draft.scales, bias, out_ptr, operand, SUM_HIDDEN, HEAD.has_fc_bias, FUSED)
+    if not FUSED:  # noqa: SIM102 - this one is decided by the compiler
         if is_last:
             round = next_phase(ws.barrier, round, PLAN.grid.programs)
             norm_features(draft, PLAN)
@@ -697,50 +634,21 @@ def finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN: tl.conste
     ATTENTION: tl.constexpr = PLAN.attention
     PROGRAMS: tl.constexpr = PLAN.grid.programs
     ws, head = draft.ws, draft.head
-    finish_rows(
-        sums,
-        level.mask_in,
-        1.0 / fused.factor,
-        draft.scales + PLAN.stream.scales.qkv,
-        head.biases + PLAN.head.biases.qkv,
-        ws.qkv + first * PLAN.sum_qkv.features,
-        fused,
-        SUM_QKV,
-        PLAN.head.scaled,
-        PLAN.head.has_qkv_bias,
-        False,
-    )
+    factor = 1.0 / fused.factor
+    scales = draft.scales + PLAN.stream.scales.qkv
+    bias = head.biases + PLAN.head.biases.qkv
+    out_ptr = ws.qkv + first * PLAN.sum_qkv.features
+    has_bias: tl.constexpr = PLAN.head.has_qkv_bias
+    finish_rows(sums, level.mask_in, factor, scales, bias, out_ptr, fused, SUM_QKV, has_bias, False)
     if is_last:
         round = next_phase(ws.barrier, round, PROGRAMS)
+        rows, num_active = draft.rows, draft.num_active
+        rope = Rope(head.cos, head.sin, head.norm_heads)
         splits = AttentionSplits(ws.split_stat, ws.split_acc)
-        attend(
-            ws.qkv,
-            head.norm_heads,
-            draft.cache,
-            Rope(head.cos, head.sin),
-            ws.chain,
-            splits,
-            draft.rows,
-            draft.num_active,
-            level.number,
-            PROGRAMS,
-            ATTENTION,
-        )
+        attend(ws.qkv, draft.cache, rope, ws.chain, splits, rows, num_active, level.number, PROGRAMS, ATTENTION)
         round = next_phase(ws.barrier, round, PROGRAMS)
-        out_ptr = ws.x + PLAN.operands.attention
-        merge_heads(splits, out_ptr, draft.rows, draft.num_active, level.num_nodes, PROGRAMS, ATTENTION)
+        merge_heads(splits, ws.x + PLAN.operands.attention, rows, num_active, level.num_nodes, PROGRAMS, ATTENTION)
     return round
-
-
-@triton.jit
-def residual_factor(draft, level, PLAN: tl.constexpr):
-    """Load RMSNorm's factor of the feature that each node came from: fp32 [BLOCK_M]."""
-    factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
-    if PLAN.head.scaled or PLAN.head.norm_before_residual:
-        newest = (draft.rows.num_new - 1) * PLAN.grid.stride + draft.rows.seq
-        origin = PLAN.grid.features + tl.where(level.is_extend, newest, level.parent_row)
-        factor = tl.load(draft.ws.factor + origin, mask=level.mask, other=1.0)
-    return factor
 
 
 @triton.jit
@@ -749,40 +657,24 @@ def finish_o(draft, level, sums, factor, x_scale, round, PLAN: tl.constexpr):
     SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
     ROW: tl.constexpr = PLAN.row
     MLP: tl.constexpr = PLAN.mlp
-    MLP_TILE: tl.constexpr = PLAN.mlp_tile
     HEAD: tl.constexpr = PLAN.head
+    NORMED: tl.constexpr = HEAD.norm_before_residual
     ws, head = draft.ws, draft.head
     newest = (draft.rows.num_new - 1) * PLAN.grid.stride + draft.rows.seq
     offs_m = tl.arange(0, PLAN.select.block_m)
     source = tl.where(level.is_extend, newest, offs_m if HEAD.fused_every_level else level.parent_row)
-    finish_residual(
-        sums,
-        level.mask,
-        draft.scales + PLAN.stream.scales.o,
-        head.biases + HEAD.biases.o,
-        Residual(ws.hidden, source, factor, head.norm_hidden),
-        ws.middle,
-        head.norm_post,
-        NextOperand(ws.x + PLAN.operands.post, x_scale),
-        ws.squares_post,
-        SUM_HIDDEN,
-        HEAD.scaled,
-        HEAD.has_o_bias,
-        True,
-        HEAD.norm_before_residual,
-    )
+    scales = draft.scales + PLAN.stream.scales.o
+    bias = head.biases + HEAD.biases.o
+    residual = Residual(ws.hidden, source, factor, head.norm_hidden, ws.middle, ws.squares_post, head.norm_post)
+    operand = NextOperand(ws.x + PLAN.operands.post, x_scale)
+    finish_residual(sums, level.mask, scales, bias, residual, operand, SUM_HIDDEN, HEAD.has_o_bias, True, NORMED)
     round = next_phase(ws.barrier, round, PLAN.grid.programs)
-    gated_mlp(
-        ws.x + PLAN.operands.post,
-        norm_factor(ws.squares_post, level.mask, PLAN.grid.programs, ROW) / x_scale,
-        level.mask,
-        draft.stream + PLAN.stream.offsets.mlp,
-        draft.scales + PLAN.stream.scales.mlp,
-        head.biases + HEAD.biases.mlp,
-        ws.x + PLAN.operands.mlp,
-        MLP,
-        MLP_TILE,
-    )
+    x_ptr = ws.x + PLAN.operands.post
+    factor = norm_factor(ws.squares_post, level.mask, PLAN.grid.programs, ROW) / x_scale
+    region_ptr = draft.stream + PLAN.stream.offsets.mlp
+    scales = draft.scales + PLAN.stream.scales.mlp
+    bias = head.biases + HEAD.biases.mlp
+    gated_mlp(x_ptr, factor, level.mask, region_ptr, scales, bias, ws.x + PLAN.operands.mlp, MLP)
     return round
 
 
@@ -792,23 +684,15 @@ def finish_down(draft, level, sums, x_scale, PLAN: tl.constexpr):
     SUM_HIDDEN: tl.constexpr = PLAN.sum_hidden
     HEAD: tl.constexpr = PLAN.head
     BLOCK_M: tl.constexpr = PLAN.select.block_m
+    HAS_NORM: tl.constexpr = not HEAD.fused_every_level
     ws, head = draft.ws, draft.head
-    finish_residual(
-        sums,
-        level.mask,
-        draft.scales + PLAN.stream.scales.down,
-        head.biases + HEAD.biases.down,
-        Residual(ws.middle, tl.arange(0, BLOCK_M), tl.full([BLOCK_M], 1.0, tl.float32), head.norm_post),
-        ws.hidden,
-        head.norm_out,
-        NextOperand(ws.x + PLAN.operands.head, x_scale),
-        ws.squares_out,
-        SUM_HIDDEN,
-        HEAD.scaled,
-        HEAD.has_mlp_bias,
-        not HEAD.fused_every_level,
-        False,
-    )
+    scales = draft.scales + PLAN.stream.scales.down
+    bias = head.biases + HEAD.biases.down
+    row = tl.arange(0, BLOCK_M)
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    residual = Residual(ws.middle, row, factor, head.norm_post, ws.hidden, ws.squares_out, head.norm_out)
+    operand = NextOperand(ws.x + PLAN.operands.head, x_scale)
+    finish_residual(sums, level.mask, scales, bias, residual, operand, SUM_HIDDEN, HEAD.has_mlp_bias, HAS_NORM, False)
 
 
 @triton.jit
@@ -825,12 +709,8 @@ def rank_rows(draft, level, x_scale, PLAN: tl.constexpr):
     factor = factor / x_scale
     nodes = Nodes(draft.num_active, level.num_nodes)
     scratch = ws.scratch + draft.first_list * PLAN.lm_head.tile.block_n
-    rows = ProgramRows(
-        draft.stream + STREAM.offsets.head,
-        draft.scales + STREAM.scales.head,
-        head.row_ids + tl.program_id(0) * STREAM.rows.head,
-        draft.num_rows,
-    )
+    ids_ptr = head.row_ids + tl.program_id(0) * STREAM.rows.head
+    rows = ProgramRows(draft.stream + STREAM.offsets.head, draft.scales + STREAM.scales.head, ids_ptr, draft.num_rows)
     lists = lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), draft.first_list, SELECT)
     x_row = draft.row * PLAN.head.hidden
     x_ptr = ws.x + PLAN.operands.head
@@ -871,7 +751,12 @@ def draft_level(draft, number, round, PLAN: tl.constexpr):
         if which == QKV_PASS:
             round = finish_qkv(draft, level, sums, first, is_last, fused, round, PLAN)
         elif which == O_PASS:
-            factor = residual_factor(draft, level, PLAN)
+            # RMSNorm's factor of the feature that each node came from.
+            factor = tl.full([PLAN.select.block_m], 1.0, tl.float32)
+            if HEAD.scaled or HEAD.norm_before_residual:
+                newest = (draft.rows.num_new - 1) * PLAN.grid.stride + draft.rows.seq
+                origin = PLAN.grid.features + tl.where(level.is_extend, newest, level.parent_row)
+                factor = tl.load(draft.ws.factor + origin, mask=level.mask, other=1.0)
             if HEAD.scales_residual:
                 x_scale = factor
             round = finish_o(draft, level, sums, factor, x_scale, round, PLAN)

@@ -30,7 +30,7 @@ class PartialSums(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Rows that a product is added to."""
+    """Rows that a product is added to, and where the sums go."""
 
     rows: Any
     """fp32 [rows, features]."""
@@ -40,17 +40,12 @@ class Residual(NamedTuple):
     """fp32 [BLOCK_M]: RMSNorm's factor of that row, read when NORMED_RESIDUAL."""
     norm: Any
     """[features]: RMSNorm's weight, read when NORMED_RESIDUAL."""
-
-
-@dataclass(frozen=True)
-class BiasLayout:
-    """Offsets of the biases; ``mlp`` is gate's, then up's."""
-
-    fc: int
-    qkv: int
-    o: int
-    mlp: int
-    down: int
+    out: Any
+    """fp32 [BLOCK_M, features]: the new residual."""
+    squares: Any
+    """fp32 [programs, BLOCK_M]: each program's part of its sum of squares."""
+    next_norm: Any
+    """[features]: weight of the RMSNorm that follows, read when HAS_NORM."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,8 @@ class ProgramOutputs:
     """Outputs of one program."""
     block: int
     """Outputs that it adds up at a time."""
+    scaled: bool
+    """Each has a scale: the weights are FP8."""
 
 
 @triton.jit
@@ -91,17 +88,11 @@ def multiply_splits(
         first_chunk = split * num_chunks // num_splits
         unit_ptr = region_ptr + unit // PROGRAMS * split_chunks * group_rows * CHUNK
         for n0 in tl.range(0, group_rows, BLOCK_N, disable_licm=True):
-            acc = stream_matmul(
-                x,
-                unit_ptr + n0 * CHUNK,
-                group_rows - n0,
-                group_rows * CHUNK,
-                first_chunk,
-                (split + 1) * num_chunks // num_splits - first_chunk,
-                True,
-                CHUNK,
-                TILE,
-            )
+            w_ptr = unit_ptr + n0 * CHUNK
+            left = group_rows - n0
+            slab = group_rows * CHUNK
+            chunks = (split + 1) * num_chunks // num_splits - first_chunk
+            acc = stream_matmul(x, w_ptr, left, slab, first_chunk, chunks, True, CHUNK, TILE)
             row = unit * group_rows + n0 + offs_n
             mask = (n0 + offs_n < group_rows)[:, None] & x.mask[None, :]
             tl.store(sums.ptr + row[:, None] * BLOCK_M + offs_m[None, :], acc, mask=mask)
@@ -127,12 +118,11 @@ def finish_rows(
     sums,  # `PartialSums`
     mask_m,  # int1 [BLOCK_M]: rows in use
     row_factor,  # fp32 [BLOCK_M]: multiplies each row
-    scale_ptr,  # fp32 [rows of this program], read when SCALED
+    scale_ptr,  # fp32 [rows of this program], read when scaled
     bias_ptr,  # [features], read when HAS_BIAS
     out_ptr,  # fp32 [BLOCK_M, features]
     operand,  # `weight_stream.NextOperand`, written when OPERAND
     OUTPUTS: tl.constexpr,  # `ProgramOutputs`
-    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
@@ -148,7 +138,7 @@ def finish_rows(
         mine = (r0 + offs_r < R) & (feature < N)
         mask = mine[:, None] & mask_m[None, :]
         acc = add_splits(sums, feature, offs_m, mask) * row_factor[None, :]
-        if SCALED:
+        if OUTPUTS.scaled:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
         if HAS_BIAS:
             acc += tl.load(bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
@@ -162,15 +152,11 @@ def finish_rows(
 def finish_residual(
     sums,  # `PartialSums`
     mask_m,  # int1 [BLOCK_M]: rows in use
-    scale_ptr,  # fp32 [rows of this program], read when SCALED
+    scale_ptr,  # fp32 [rows of this program], read when scaled
     bias_ptr,  # [features], read when HAS_BIAS
     residual,  # `Residual`
-    sum_ptr,  # fp32 [BLOCK_M, features]: the new residual
-    norm_ptr,  # [features]: weight of the RMSNorm that follows, read when HAS_NORM
     operand,  # `weight_stream.NextOperand`
-    squares_ptr,  # fp32 [programs, BLOCK_M]: each program's part of the sum of squares
     OUTPUTS: tl.constexpr,  # `ProgramOutputs`
-    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     NORMED_RESIDUAL: tl.constexpr,
@@ -198,15 +184,15 @@ def finish_residual(
             added *= residual.factor[None, :] * norm_weight[:, None]
         weight = 1.0
         if HAS_NORM:
-            weight = tl.load(norm_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
+            weight = tl.load(residual.next_norm + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
         acc = add_splits(sums, feature, offs_m, mask)
-        if SCALED:
+        if OUTPUTS.scaled:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
         if HAS_BIAS:
             acc += tl.load(bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
         acc += added
         squares += tl.sum(acc * acc, axis=0)
-        tl.store(sum_ptr + offs_m[None, :] * N + feature[:, None], acc, mask=mask)
+        tl.store(residual.out + offs_m[None, :] * N + feature[:, None], acc, mask=mask)
         normed = acc * weight * operand.factor[None, :]
         store_activation(operand.ptr, offs_m.to(tl.int64)[None, :], feature[:, None], normed, mask, N)
-    tl.store(squares_ptr + pid * BLOCK_M + offs_m, squares)
+    tl.store(residual.squares + pid * BLOCK_M + offs_m, squares)

@@ -173,16 +173,3 @@ def blank_tree(slot, out, size, SHAPE: tl.constexpr):
     blank = tl.full([BLOCK_T, BLOCK_W], -1, tl.int64)
     tl.store(out.retrieve + (row + offs_t[:, None]) * size.width + offs_w[None, :], blank, mask=mask_tw)
     tl.store(out.num_leaves + slot, tl.zeros([], tl.int64))
-
-
-@triton.jit
-def candidates_of(drafted, a, SHAPE: tl.constexpr):
-    """Return the a-th sequence's part of `TreeCandidates` that hold all sequences."""
-    row = a * SHAPE.candidates
-    return TreeCandidates(
-        drafted.token + row,
-        drafted.score + row,
-        drafted.parent + row,
-        drafted.node_of + row,
-        drafted.chosen + a * SHAPE.total,
-    )

@@ -15,7 +15,6 @@ expanded, in fp32, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -185,7 +184,10 @@ def replay(
             errors.faults.append(f"the KV cache is off by {cache_error:.3g}")
     if result is not None:
         roots = tokens.gather(1, (num_new - 1)[:, None])[:, 0]
-        errors.faults += _compare_trees(result, build_tree(roots, drafted, tree), slots)
+        wanted = build_tree(roots, drafted, tree)
+        for name in BLANK:
+            if not torch.equal(getattr(result, name)[slots], getattr(wanted, name)):
+                errors.faults.append(f"{name} is not what tree.build_tree gives")
     return Agreement(errors.largest, rms, cache_error, atol, tuple(errors.faults))
 
 
@@ -282,25 +284,8 @@ def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, buf
     step = Step.of(features, bufs)
     launch_drafter(cfg, features, weights, bufs)
     check_finished(bufs)
-    return replay(
-        exact_head(weights.head, cfg),
-        bufs.tree,
-        step,
-        candidates_of(bufs),
-        tree_of(bufs),
-        bufs.keys,
-        bufs.values,
-        atol=log_prob_atol(cfg),
-    )
-
-
-def _compare_trees(result: DraftTree, wanted: DraftTree, slots: Tensor) -> Sequence[str]:
-    """Name the outputs that differ: ``result`` by slot, ``wanted`` of the active slots."""
-    return [
-        f"{name} is not what tree.build_tree gives"
-        for name in BLANK
-        if not torch.equal(getattr(result, name)[slots], getattr(wanted, name))
-    ]
+    head, atol = exact_head(weights.head, cfg), log_prob_atol(cfg)
+    return replay(head, bufs.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values, atol)
 
 
 def _largest(error: Tensor) -> float:

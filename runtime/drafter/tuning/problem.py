@@ -32,16 +32,8 @@ class Dims:
     @classmethod
     def of(cls, cfg: DrafterConfig) -> Dims:
         """Return the dimensions of a configuration."""
-        return cls(
-            cfg.hidden,
-            cfg.intermediate,
-            cfg.num_heads,
-            cfg.num_kv_heads,
-            cfg.head_dim,
-            cfg.target_vocab,
-            cfg.kind,
-            cfg.feature_width,
-        )
+        layer = cfg.hidden, cfg.intermediate, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        return cls(*layer, cfg.target_vocab, cfg.kind, cfg.feature_width)
 
     @property
     def feature_width(self) -> int:
@@ -92,22 +84,13 @@ def random_head(
     }
     if eagle3:
         tensors |= {"input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
-    config = {
-        "hidden_size": hidden,
-        "num_attention_heads": dims.heads,
-        "num_key_value_heads": dims.kv_heads,
-        "head_dim": dims.head_dim,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
-    }
     return HeadWeights(
         kind=dims.kind,
         tensors=tensors,
         embedding=matrix(dims.vocab, hidden, hidden**0.5),
         lm_head=matrix(dims.vocab, hidden, lm_head_gain),
         draft_to_target=torch.arange(dims.vocab, device=device),
-        rotary=rotary_embedding(config, device),
+        rotary=rotary_embedding({"head_dim": dims.head_dim, "rope_theta": 500000.0}, device),
         hidden=hidden,
         num_heads=dims.heads,
         num_kv_heads=dims.kv_heads,

@@ -24,6 +24,8 @@ from torch import Tensor
 from ...tree import Trees
 from .slot_state import ENDED_BY_EOS, ENDED_BY_FAULT, ENDED_BY_LENGTH, RECORD_HEAD, RUNNING, SlotState
 
+HEAD = tl.constexpr(RECORD_HEAD)
+
 
 def walk_ref(
     choices: Tensor, trees: Trees, longest: int, state: SlotState, error: Tensor | None = None, append: bool = False
@@ -81,7 +83,6 @@ def _walk_kernel(
     LONGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
-    HEAD: tl.constexpr,
     EOS: tl.constexpr,
     BATCH: tl.constexpr,
     HAS_ERROR: tl.constexpr,
@@ -165,7 +166,6 @@ def walk(
         LONGEST=longest,
         WIDTH=state.path.shape[1],
         ROOM=state.new_tokens.shape[1],
-        HEAD=RECORD_HEAD,
         EOS=state.eos_ids.shape[1],
         BATCH=batch,
         APPEND=append,
@@ -195,12 +195,11 @@ def _commit_kv_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDTH: tl.constexpr,
-    RECORD: tl.constexpr,
 ):
     layer = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(0) % KV_HEADS
     slot = tl.program_id(1).to(tl.int64)
-    accepted = tl.load(state.record + slot * RECORD)
+    accepted = tl.load(state.record + slot * (HEAD + 2 * WIDTH))
     if accepted < 2:
         return
     first = tl.load(state.lengths + slot) - accepted
@@ -230,14 +229,11 @@ def commit_kv(state: SlotState, keys: Tensor, values: Tensor) -> None:
             state,
             first,
             second,
-            first.stride(0),
-            first.stride(1),
-            first.stride(2),
+            *first.stride()[:3],
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),
             WIDTH=state.path.shape[1],
-            RECORD=state.record.shape[1],
             num_warps=4,
         )
 
@@ -268,11 +264,10 @@ def _commit_features_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    RECORD: tl.constexpr,
 ):
     step = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
-    accepted = tl.load(state.record + slot * RECORD)
+    accepted = tl.load(state.record + slot * (HEAD + 2 * WIDTH))
     if step >= accepted:
         return
     to = tl.load(state.num_new + slot) - accepted + step
@@ -294,13 +289,11 @@ def commit_features(state: SlotState, features: Tensor, nodes: int, first_row: T
         features.stride(0),
         first_row,
         out,
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         NODES=nodes,
         SIZE=size,
         BLOCK=block,
         WIDTH=width,
-        RECORD=state.record.shape[1],
         num_warps=4,
     )
 

@@ -282,18 +282,13 @@ def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def least_weight(numbers_ptr):
-    """Return the smallest weight that min-p keeps: int64."""
-    least = tl.load(numbers_ptr + MIN_P).to(tl.float64) * ONE
-    return tl.ceil(least).to(tl.int64)
-
-
-@triton.jit
 def takes_part(distance, state, SHAPE: tl.constexpr):
     """Tell whether min-p leaves the distances."""
     kept = distance < FAR
     if SHAPE.has_min_p:
-        kept = kept & (distance_weight(distance) >= least_weight(state.numbers))
+        weight = distance_weight(distance)
+        least = tl.load(state.numbers + MIN_P).to(tl.float64) * ONE
+        kept = kept & (weight >= tl.ceil(least).to(tl.int64))
     return kept
 
 

@@ -76,10 +76,6 @@ class SlotState(NamedTuple):
 
     def copy_progress_(self, other: SlotState) -> None:
         """Copy which slots run, and where their answers stand and end."""
-        self.active_slots.copy_(other.active_slots)
-        self.active_inverse.copy_(other.active_inverse)
-        self.active_count.copy_(other.active_count)
-        self.running.copy_(other.running)
-        self.num_generated.copy_(other.num_generated)
-        self.max_generated.copy_(other.max_generated)
-        self.eos_ids.copy_(other.eos_ids)
+        lists = ("active_slots", "active_inverse", "active_count")
+        for name in (*lists, "running", "num_generated", "max_generated", "eos_ids"):
+            getattr(self, name).copy_(getattr(other, name))

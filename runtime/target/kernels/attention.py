@@ -149,21 +149,14 @@ def attention_tiles(
     return AttentionTiles(programs, tail_warps=2 if nodes > 1 and (places > 1 or head_dim <= 64) else 4)
 
 
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
     """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
 
     ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
-    [batch, 1, nodes, kv_length], every row allows at least one key. ``softcap``, ``sinks`` [heads]: see the module.
-    Returns [batch, heads, nodes, head_dim].
+    [batch, 1, nodes, kv_length], every row allows at least one key. Of ``params`` the window and ``lift`` are the
+    caller's. Returns [batch, heads, nodes, head_dim].
     """
+    scale, softcap, sinks = params.scale, params.softcap, params.sinks
     batch, heads, nodes, _ = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
@@ -217,7 +210,7 @@ def tree_attention_ref(
         query = qkv[place * nodes : place * nodes + count, : heads * head_dim].view(count, heads, head_dim)
         key, value = (cache[slot, :, : length + count].float()[None] for cache in (keys, values))
         query = query.float().transpose(0, 1)[None]
-        attended = masked_attention(query, key, value, seen[None, None], params.scale, params.softcap, params.sinks)
+        attended = masked_attention(query, key, value, seen[None, None], params)
         result = (attended[0] * params.lift).transpose(0, 1).flatten(1)
         out[place * nodes : place * nodes + count] = result.to(out.dtype)
 

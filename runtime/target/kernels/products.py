@@ -417,7 +417,7 @@ def _launch(
     tiles: ProductTiles | None,
     blocks: int | None = None,
 ) -> None:
-    """Launch a product of ``count`` rows; ``blocks``: tiles that cover the weight, by default of ``block_n`` rows."""
+    """Launch a product of ``count`` rows; ``blocks``: tiles that cover the weight, else those of ``block_n`` rows."""
     tiles = _tiles(shape, count, kind, weight, x, tiles)
     blocks = triton.cdiv(shape.size, tiles.block_n) if blocks is None else blocks
     programs = blocks * triton.cdiv(count, tiles.block_rows) * (1 if tiles.sums_all_splits else shape.splits)
