@@ -1,14 +1,15 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt, so that none gains by it. Answers that equal plain decoding's (with
-the same seed) are counted. Where `GenerationStats.is_exact`, a difference is a failure.
+for all. Their order is drawn anew for each turn and balanced (`balanced_orders`): none gains by its place or by the one
+before it. Answers that equal plain decoding's (with the same seed) are counted. Where `GenerationStats.is_exact`, a
+difference is a failure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
@@ -65,6 +66,23 @@ def compare(
     return Comparison(rows, measurement.setup(), recommend(rows), answers, measurement.is_complete, omissions)
 
 
+def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
+    """Yield orders of ``count`` things without end: the rows of Williams' designs, each shuffled over a new draw.
+
+    Once all its rows are used, each thing stood equally often in each place, and directly after each other thing.
+    Williams (1949), "Experimental designs balanced for the estimation of residual effects of treatments". For four
+    things: 0 1 3 2, 1 2 0 3, 2 3 1 0, 3 0 2 1; for an odd number the reversed rows too.
+    """
+    first = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
+    rows = [[(each + shift) % count for each in first] for shift in range(count)]
+    if count % 2:
+        rows += [row[::-1] for row in rows]
+    while True:
+        things = random.permutation(count)
+        for number in random.permutation(len(rows)):
+            yield [int(things[place]) for place in rows[number]]
+
+
 def groups_of(count: int, size: int) -> list[tuple[int, ...]]:
     """List the numbers of prompts that are asked together, the last group filled up from the beginning."""
     return [tuple((first + i) % count for i in range(size)) for first in range(0, count, size)]
@@ -80,7 +98,11 @@ class Measurement:
         self.model = candidates[0].model
         self.answers, self.is_complete, self.num_done = list[Answer](), True, 0
         self.omissions = dict[tuple[int, str], Omission]()
-        self.random = np.random.default_rng(0)
+        # The figures of each mode and batch are worked out by themselves.
+        kinds, count = product(options.modes, options.batches), len(candidates)
+        self.orders = {
+            kind: balanced_orders(count, np.random.default_rng([0, number])) for number, kind in enumerate(kinds)
+        }
         groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
         num_turns = sum(max(len(prompts[number].turns) for number in group) for group in groups)
         self.num_calls = len(candidates) * num_turns * len(options.modes)
@@ -164,7 +186,7 @@ class Measurement:
         except Exception as error:
             self._leave_out(PLAIN, of_turn, error)
             return None
-        for number in self.random.permutation(len(self.candidates)):
+        for number in next(self.orders[mode, len(group)]):
             candidate = self.candidates[number]
             try:
                 outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))

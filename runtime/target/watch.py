@@ -74,7 +74,7 @@ class Watch:
         for file in {F.__name__, *(kind.__module__ for kind in kinds)}:
             held = vars(sys.modules[file])
             get = itemgetter("__name__", *(name for name, value in held.items() if type(value) is FunctionType))
-            self._compare(lambda get=get, held=held: {"functions": get(held)}, _DEEPEST)
+            self._compare(partial(_apply, get, held), _DEEPEST)
         configs = [each for each in self._taken.values() if is_config(each)]
         self._compare(lambda: {id(each): ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs}, 0)
         self._compare(lambda: {"hooks": global_hooks()}, 0)
@@ -158,11 +158,16 @@ def _reader(value: Any) -> Contents | None:
     """Return what reads the contents of an object; None where it has none, and for a library's function."""
     if isinstance(value, FunctionType) and is_of_a_library(value):
         return None
-    names = [name for kind in type(value).__mro__ for name in _PARTS.get(kind) or getattr(kind, "__slots__", ())]
+    kinds: Iterable[Any] = type(value).__mro__
+    names = [name for kind in kinds for name in _PARTS.get(kind, getattr(kind, "__slots__", ()))]
     if not names:
         return partial(getattr, value, "__dict__") if hasattr(value, "__dict__") else None
     used = set(_names(value.__code__)) if isinstance(value, FunctionType) else set()
     return lambda: _read(value, names, used)
+
+
+def _apply(get: Callable[[Any], Any], held: Any) -> dict[str, Any]:
+    return {"functions": get(held)}
 
 
 def _read(value: Any, names: Iterable[str], used: Iterable[str]) -> dict[str, Any]:

@@ -185,6 +185,15 @@ def test_the_three_steps_of_from_pretrained(tmp_path: Path) -> None:
     assert model.generate([[3, 4]], **options).token_ids == again.generate([[3, 4]], **options).token_ids
 
 
+def test_no_weights_are_loaded_before_a_pair_is_checked(tmp_path: Path) -> None:
+    tiny_target("llama").config.save_pretrained(tmp_path / "target")  # no weights beside it
+    opened = open_target(tmp_path / "target")
+    with raises_with(PairingError, "hidden size", "16", "32"):
+        pair(opened, open_head(write_head(tmp_path / "narrow", hidden=16)))
+    with raises(TargetError):
+        pair(opened, open_head(write_head(tmp_path / "head")))
+
+
 def test_what_belongs_to_an_opened_target_or_head_is_said_where_it_is_opened(tmp_path: Path) -> None:
     written = write_head(tmp_path / "head")
     target, head = open_target(tiny_target("llama")), open_head(written)

@@ -25,6 +25,14 @@ def example_tree(config: TreeConfig = EXAMPLE) -> DraftTree:
     return build_tree(torch.tensor([ROOT]), candidates, config)
 
 
+def test_worked_example_candidates_and_frontier() -> None:
+    scores, index = ranked_topk(LEVEL_SCORES[1], 2)
+    assert index.tolist() == [[0, 2]]
+    assert scores.tolist() == [[-1.5, -1.75]]
+    candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
+    assert candidates.parents.tolist() == [[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]]
+
+
 def test_worked_example_tree() -> None:
     tree = example_tree()
     assert tree.draft_tokens.tolist() == [[ROOT, A, B, C, D, E, G]]

@@ -255,6 +255,11 @@ class SlottedHolder:
     tensor: Any
 
 
+@dataclass
+class Dataclass:
+    tensor: Any
+
+
 Steering = tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
 """Puts another tensor in the place of one that is added to a module's output; writes other numbers into it."""
 
@@ -304,6 +309,12 @@ def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
     return replace, lambda new: vector.copy_(new)
 
 
+def steered_by_a_list_in_a_closure(module: Any, tensor: Tensor) -> Steering:
+    vectors = [tensor]
+    module.register_forward_hook(lambda _module, _args, output: output + vectors[0])
+    return functools.partial(vectors.__setitem__, 0), lambda new: vectors[0].copy_(new)
+
+
 def steered_by_a_default(module: Any, tensor: Tensor) -> Steering:
     def hook(_module: nn.Module, _args: Any, output: Tensor, vector: Tensor = tensor) -> Tensor:
         return output + vector
@@ -351,10 +362,12 @@ STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
     "attribute": steered_by_an_attribute,
     "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
     "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
+    "dataclass": steered_by_what_is_held(Dataclass, "tensor"),
     "dataclass with slots": steered_by_what_is_held(SlottedHolder, "tensor"),
     "object": steered_by_what_is_held(Holder, "tensor"),
     "class": steered_by_a_class,
     "closure of a hook": steered_by_a_closure,
+    "list in a closure": steered_by_a_list_in_a_closure,
     "default of a hook": steered_by_a_default,
     "partial in a forward's place": steered_by_a_partial,
     "object with a hook": steered_by_a_method_of_an_object,

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
+from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -130,6 +132,17 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     assert [candidate.tree for candidate in drafted(result)[:2]] == [(2, 8, 40), (0, 0, 0)]
     assert [(each.mode, each.batch) for each in result.recommendations] == [("greedy", 1), ("greedy", 2)]
     assert all(row.num_identical == row.num_answers for row in result.rows)
+
+
+def test_the_order_of_each_prompt_is_drawn_and_balanced() -> None:
+    for count, rows in ((2, 2), (3, 6), (4, 4)):
+        orders = balanced_orders(count, np.random.default_rng(0))
+        block = [next(orders) for _ in range(rows)]
+        for place in range(count):
+            assert Counter(order[place] for order in block) == dict.fromkeys(range(count), rows // count)
+        pairs = Counter(pair for order in block for pair in pairwise(order))
+        assert pairs == dict.fromkeys(permutations(range(count), 2), rows // count)
+    assert len({tuple(next(orders)) for _ in range(60)}) > rows
 
 
 def test_a_single_category_has_no_rows_of_its_own(model: SpeculativeModel) -> None:
