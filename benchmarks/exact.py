@@ -14,7 +14,7 @@ these, after rows that a slot still holds. Questions are chats, and real text an
 with plain decoding of that question alone; a question is decoded so once, and asked in many episodes. One call in four
 follows a call that was broken off: its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode
 depends on ``--seed`` and its number only; each seed begins five variants further, so that several short runs go through
-all of them. Kernels of the first episodes are compiled ahead while questions are decoded.
+all of them.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
 ``--target-weights fp8``: of the target in FP8; its divergence is from float32 of what was quantised.
@@ -30,10 +30,8 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +39,9 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
-from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoders import capacity_for
-from eagle_slim.runtime.step.graphs import bucket_of
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
 
-from benchmarks.shared.ahead import Recorder, compile_in_forks
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import guessable_model
 from benchmarks.shared.quality import TOLERANCE, measure_quality
@@ -78,8 +72,6 @@ LONG = 3900
 """Most tokens of prompt and answer: a cache grows once, as choices are compiled for each of its sizes."""
 CALLS = ((1, SHORT), (16, SHORT), (0, LONG), (64, LONG), (48, LONG), (1, LONG))
 """Of an episode: how many questions, 0 for 2 to 15 of them, and how long a prompt may be, which lets the cache grow."""
-NUM_AHEAD = 16
-"""Episodes whose kernels are compiled ahead."""
 NUM_QUESTIONS = 144
 """Each is decoded plainly once."""
 BROKEN_OFF = 0.25
@@ -263,22 +255,6 @@ class Fuzz:
             return base.with_tree(variant.tree or base.drafter.tree)
         return kept.setdefault(variant.rows, base.with_tree(None))
 
-    def rehearse(self, episodes: Iterable[int]) -> None:
-        """Warm up for the calls of episodes, each kind of call once, with models that are dropped."""
-        kept: dict[str, SpeculativeModel] = {}
-        seen = set()
-        for variant, calls, _ in map(self.plan, episodes):
-            model, longest = self._model_of(variant, kept), 0
-            for questions, options in calls:
-                longest = max(longest, *(len(question.prompt) for question in questions))
-                tokens = min(longest + self.pool.new_tokens, model.max_model_len or LONG)
-                slots = bucket_of(min(len(questions), options["max_slots"]))
-                kind = (variant, questions[0].rules, slots, capacity_for(tokens))
-                if kind not in seen:
-                    seen.add(kind)
-                    rules = RULES[questions[0].rules]
-                    model.warmup(slots, tokens, speculative=variant.tree is not None, **rules)
-
     def run(self, is_over: Callable[[], bool], episodes: Iterable[int]) -> None:
         """Run the calls of episodes until it is over."""
         for number in episodes:
@@ -394,19 +370,6 @@ def parsed(argv: list[str] | None) -> tuple[Command, Namespace]:
     return command, command.parse_args(argv)
 
 
-def compile_first(fuzz: Fuzz, recorder: Recorder, episodes: Iterable[int]) -> tuple[list[Any], int]:
-    """Start compiling all that the episodes launch; its kernels, those of plain decoding first, and their number."""
-    with recorder.recording():
-        alone = fuzz.pool.model.with_tree(fuzz.pool.model.drafter.tree)
-        for rules in RULES.values():
-            alone.warmup(1, LONG, speculative=False, **rules)
-        num_alone = len(recorder.compiles)
-        fuzz.rehearse(episodes)
-    # Two processes with one cache then compile the same kernel twice seldom.
-    later = recorder.compiles[num_alone:]
-    return compile_in_forks([*recorder.compiles[:num_alone], *random.sample(later, len(later))]), num_alone
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     start = time.perf_counter()
@@ -433,9 +396,6 @@ def main(argv: list[str] | None = None) -> None:
         models = {"full": guessable_model(args.dims, device, tokenizer, weights, max_model_len=LONG)}
     pool = Pool(models["full"], read_chats(model), text, args.seed, NUM_QUESTIONS)
     fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)
-    ahead = range(NUM_AHEAD) if args.episode is None else [args.episode]
-    kernels, num_alone = compile_first(fuzz, Recorder(chip_of(device).capability), ahead)
-    result["kernels_ahead"] = len(kernels)
 
     def is_over() -> bool:
         took_s = time.perf_counter() - start
@@ -443,18 +403,9 @@ def main(argv: list[str] | None = None) -> None:
         drafted = fuzz.tokens - fuzz.counts["plain"]
         return bool(took_s >= args.seconds or (args.episode is None and drafted >= args.tokens))
 
-    wait(kernels[:num_alone], args.seconds / 4)
-    # The longest first, for which the cache grows.
-    for question in sorted(itertools.chain(*pool.questions.values()), key=lambda each: -len(each.prompt)):
-        if is_over() or all(kernel.done() for kernel in kernels):
-            break
-        pool.answer(question)
-    wait(kernels, args.seconds / 3)
     result["prepared_s"] = time.perf_counter() - start
     fuzz.run(is_over, itertools.count() if args.episode is None else [args.episode])
     is_over()
-    for fork in active_children():
-        fork.terminate()
     show({name: value for name, value in fuzz.result().items() if name != "differences"})
     for difference in fuzz.differences:
         show({name: value for name, value in difference.items() if name != "prompt"})

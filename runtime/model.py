@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ class SpeculativeModel:
         """Type in which the drafter stores the head's matrices: "bf16", "fp16", "fp32", "fp64" or "fp8"."""
         return NAMES[self.drafter.stored_dtype]
 
-    @property
+    @cached_property
     def drafting(self) -> str:
         """The drafter and its weights in words."""
         return f"drafter {self.drafter.name}, {self.draft_weights} weights"

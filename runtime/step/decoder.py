@@ -76,6 +76,7 @@ class Decoder:
         self.prompts = Prefill(slots, drafts, choice, self.graphs, waits)
         self._max_waiting = 1
         """Most tokens of a slot that its drafter has not taken."""
+        self._compiled: set[tuple[GraphKey, ChoiceRules]] = set()
 
     @classmethod
     def of_drafter(
@@ -227,11 +228,19 @@ class Decoder:
 
     def is_compiled(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
         """Return whether a step's kernels are compiled; they will be, where this is asked. Arguments as in `step`."""
-        if self.is_ready(num_active, rules, tree):
-            return True
-        groups = self._step_groups(self.batch_for(num_active), rules, tree)
-        self.graphs.submit(groups, rules)
-        return self.graphs.are_compiled(groups, rules)
+        key = ("step", tree, self.batch_for(num_active))
+        if (key, rules) not in self._compiled:
+            groups = self._step_groups(num_active, rules, tree)
+            self.graphs.submit(groups, rules)
+            if not self.graphs.are_compiled(groups, rules):
+                return False
+            self._compiled.add((key, rules))
+        return True
+
+    def wait_until_compiled(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> None:
+        """Wait for the kernels of a step; arguments as in `step`."""
+        if not self.is_compiled(num_active, rules, tree):
+            self.graphs.compile(self._step_groups(num_active, rules, tree), rules)
 
     def _begin_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> int:
         """Make room for a step, and count the tokens that will wait for the drafter after it; returns its batch."""
@@ -249,7 +258,8 @@ class Decoder:
             self.graphs.run(("pairs",), rules, [Phase("pairs", self._take_pairs)])
             self._max_waiting = 1
 
-    def _step_groups(self, batch: int, rules: ChoiceRules, tree: TreeConfig | None) -> Mapping[GraphKey, Phase]:
+    def _step_groups(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> Mapping[GraphKey, Phase]:
+        batch = self.batch_for(num_active)
         return group_phases(("step", tree, batch), self.steps.of(batch, rules, tree))
 
     def _pair_groups(self) -> Mapping[GraphKey, Phase]:

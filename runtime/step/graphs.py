@@ -153,7 +153,7 @@ class Graphs:
                 group.run()
                 continue
             if name not in kept:
-                self._compile({name: group}, rules)
+                self.compile({name: group}, rules)
                 self.practise([group.run])
                 kept[name] = self._capture(group.run)
             kept[name]()
@@ -165,7 +165,7 @@ class Graphs:
         if not missing:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.size_bytes
-        self._compile(groups, rules)
+        self.compile(groups, rules)
         self.practise(missing.values())
         compiled = time.perf_counter()
         for key, run in missing.items():
@@ -191,7 +191,7 @@ class Graphs:
         """Return whether nothing is left to compile of groups that were submitted."""
         return self._compiler is None or all(self._compiler.are_done(self._jobs.get((rules, key), ())) for key in keys)
 
-    def _compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
+    def compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
         """Compile what groups launch, side by side, and wait for it."""
         self.submit(groups, rules)
         if self.are_compiled(groups, rules):

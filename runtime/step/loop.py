@@ -185,7 +185,9 @@ class GenerationLoop:
             return len(self.running)
         buckets = (bucket for bucket in BUCKETS if len(self.running) <= bucket < self.num_slots)
         compiled = (bucket for bucket in buckets if self.decoder.is_compiled(bucket, self.rules, None))
-        return next(compiled, self.num_slots)
+        found = next(compiled, self.num_slots)
+        self.decoder.wait_until_compiled(found, self.rules, None)
+        return found
 
     def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; time it first if it is new for this number of sequences."""

@@ -157,6 +157,8 @@ class ShapeChooser:
         self._num_levels = max(0 if shape is None else shape.depth for shape in shapes) + 1
         self._call, self._gains = _Levels(*_CALL), dict[TreeConfig, _Rate]()
         self._sequences: dict[int, _Levels] = {}
+        self._rates: dict[int, list[float]] = {}
+        """Of each sequence, p of each level, as of the last choice."""
         # Where times are known, the first step chooses, too.
         self._shape = self._taken = self._shapes[0]
         self._since, self._credit_ms = _EVERY, 0.0
@@ -182,7 +184,8 @@ class ShapeChooser:
         new = [each for each in sequences if each not in self._sequences]
         self._sequences |= {each: _Levels(*_SEQUENCE) for each in new}
         self._credit_ms += _PROBE_FIRST * costs.get(None, 0.0) * len(new) / max(1, len(sequences))
-        by_sequence = self._rates_of(sequences)
+        self._rates = dict(zip(sequences, self._rates_of(sequences), strict=True))
+        by_sequence = self._rates.values()
         # Expected tokens of a sequence a millisecond.
         rates = {
             each: sum(self.expected(each, levels) for levels in by_sequence) / len(by_sequence) / ms
@@ -233,7 +236,7 @@ class ShapeChooser:
     def _rates_of(self, sequences: Sequence[int]) -> list[list[float]]:
         """Return p of each level, for each of the sequences: its own steps count most, then the call's, the model's."""
         call = self._call.given(self._learned.levels.given(None, self._num_levels), self._num_levels)
-        return [self._sequences[each].given(call, self._num_levels) for each in sequences] or [call]
+        return [self._sequences[each].given(call, self._num_levels) for each in sequences]
 
     def see(self, shape: Shape, verdicts: Mapping[int, Sequence[int]]) -> None:
         """Take the verdicts on one step's drafts: by sequence, the rank of each accepted node, in order."""
@@ -251,8 +254,13 @@ class ShapeChooser:
                 for learned in (self._learned.levels, self._call, of_sequence):
                     learned.add(level, is_best, 1)
         expected = 0.0
-        for ranks, rates in zip(verdicts.values(), self._rates_of([*verdicts]), strict=True):
-            chained, levels = len(list(takewhile(lambda rank: rank == 0, ranks))), rates[: shape.depth + 1]
+        if not self._rates.keys() >= verdicts.keys():
+            self._rates = dict(zip(verdicts, self._rates_of([*verdicts]), strict=True))
+        for sequence, ranks in verdicts.items():
+            chained, levels = (
+                len(list(takewhile(lambda rank: rank == 0, ranks))),
+                self._rates[sequence][: shape.depth + 1],
+            )
             expected += chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
         for gain in (self._learned.gain(shape), self._gain_of_call(shape)):
             gain.add(num_tokens, expected)

@@ -76,28 +76,6 @@ def test_a_wrong_token_is_found_and_told(fuzz: exact.Fuzz, monkeypatch: pytest.M
     assert again.result() == fuzz.result()
 
 
-def test_a_rehearsal_warms_up_each_kind_of_call_once(fuzz: exact.Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed: list[tuple[int, bool]] = []
-
-    def warmup(model: SpeculativeModel, slots: int, tokens: int, speculative: bool, **rules: Any) -> None:
-        assert tokens <= 256
-        warmed.append((slots, speculative))
-
-    monkeypatch.setattr(SpeculativeModel, "warmup", warmup)
-    numbers = [0, len(fuzz.variants) - 1]
-    fuzz.rehearse(numbers)
-    num_warmed, wanted = len(warmed), set()
-    for variant, calls, _ in map(fuzz.plan, numbers):
-        wanted |= {
-            (exact.bucket_of(min(len(asked), options["max_slots"])), variant.tree is not None)
-            for asked, options in calls
-        }
-    assert set(warmed) == wanted
-    assert num_warmed <= 2 * len(CALLS)
-    fuzz.rehearse(numbers[:1] * 2)
-    assert len(warmed) - num_warmed <= len(CALLS)
-
-
 def test_shapes_change_at_every_step(fuzz: exact.Fuzz) -> None:
     shapes, steps = [None, *TREES], exact.Counter[Any]()
     chooser = exact.ChangingShapes(shapes, exact.random.Random(0), steps)

@@ -233,7 +233,9 @@ def test_a_named_backend_and_the_one_call_give_the_targets_text() -> None:
     ids = model.encode_chat("What is the capital of France?")
     wanted = model.generate(ids, max_new_tokens=16, speculative=False).results[0].token_ids
     assert frontier_generate(model, ids, backend="triton", max_new_tokens=16).results[0].token_ids == wanted
-    output = fused_draft_token_generation(model.target.model, ids, max_new_tokens=16)
+    # A tree that is asked for drafts from the first step on.
+    tree = runtime.TreeConfig(5, 10, 60)
+    output = fused_draft_token_generation(model.target.model, ids, max_new_tokens=16, tree=tree)
     assert output.results[0].token_ids == wanted
     assert output.stats.mean_accepted_length > 1.5
     assert "drafter triton" in output.stats.path
