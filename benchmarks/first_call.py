@@ -59,6 +59,7 @@ def load(row: str, device: torch.device) -> SpeculativeModel:
     return SpeculativeModel(target, choose_drafter("auto", head, LARGE), is_tree_sized=True)
 
 
+@torch.inference_mode()
 def is_ready(model: SpeculativeModel, slots: int) -> bool:
     """Return whether the kernels of all shapes are compiled, for every number of sequences up to ``slots``."""
     decoders = model._decoders
@@ -114,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(run_row(rows[0], float(os.environ[_BEGAN]), imported)))
         return
     result: dict[str, Any] = {"machine": machine(device), "rows": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for row in rows:
             before = row.replace("again", "auto")
             result["rows"].append(run_in_a_process(row, os.path.join(folder, before.replace("/", "-"))))

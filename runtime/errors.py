@@ -1,16 +1,10 @@
 """Errors and warnings of the runtime, by what a user can do about them."""
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Collection
 
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _LONGEST = 100
 OTHER_NAMES = "docs/upstream.md, Names used elsewhere, says what other drafters' names are called here."
 
@@ -83,33 +77,6 @@ def brief(value: object) -> str:
     """Return a value as text that fits a line of an error message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def explain_unknown(moved: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make an unknown keyword of a function a `UsageError`, which says what to write for the names in ``moved``."""
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        known = inspect.signature(function).parameters
-
-        @wraps(function)
-        def checked(*args: _P.args, **keywords: _P.kwargs) -> _R:
-            for name in keywords:
-                if name not in known:
-                    near = [f"Did you mean {each}?" for each in get_close_matches(name, known, n=1)]
-                    hint = moved.get(name) or " ".join([*near, OTHER_NAMES])
-                    called = function.__qualname__.removesuffix(".__init__")
-                    raise UsageError(f"{called} takes no {name!r}. {hint}")
-            return function(*args, **keywords)
-
-        return checked
-
-    return decorate
-
-
-def explain_fields(cls: type[_R]) -> type[_R]:
-    """Make an unknown field of a dataclass a `UsageError`, as `explain_unknown` does for a function."""
-    cls.__init__ = explain_unknown({})(cls.__init__)  # type: ignore[method-assign]
-    return cls
 
 
 def misfit(name: str, expected: object, found: object) -> UsageError:

@@ -43,11 +43,11 @@ from .drafter.drafter import (
 )
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError, explain_unknown, misfit
+from .errors import AcceptanceWarning, UsageError, misfit
 from .opening.heads import OpenedHead, open_head
 from .opening.pairing import check_pairing, check_tokenizers, check_vocabulary, resolve_tap_layers
 from .opening.targets import OpenedTarget, open_target, read_place
-from .settings import TreeConfig, check_tree
+from .settings import TreeConfig, check_tree, explain_unknown
 from .step.decoders import Decoders
 from .step.graphs import WarmUp
 from .step.loop import GenerationLoop

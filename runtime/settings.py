@@ -6,16 +6,50 @@ Glossary of dimensions used throughout: batch (sequences), slots (places for seq
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
+from typing import ParamSpec, TypeVar
 
-from .errors import UsageError, check_choice, explain_fields, explain_unknown, misfit
+from .errors import OTHER_NAMES, UsageError, check_choice, misfit
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
 MAX_WAITING = 64
 """Tokens of a slot that plain steps keep for the drafter, which takes them together."""
+
+
+def explain_unknown(moved: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make an unknown keyword of a function a `UsageError`, which says what to write for the names in ``moved``."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def checked(*args: _P.args, **keywords: _P.kwargs) -> _R:
+            for name in keywords:
+                if name not in known:
+                    near = [f"Did you mean {each}?" for each in get_close_matches(name, known, n=1)]
+                    hint = moved.get(name) or " ".join([*near, OTHER_NAMES])
+                    called = function.__qualname__.removesuffix(".__init__")
+                    raise UsageError(f"{called} takes no {name!r}. {hint}")
+            return function(*args, **keywords)
+
+        return checked
+
+    return decorate
+
+
+def explain_fields(cls: type[_R]) -> type[_R]:
+    """Make an unknown field of a dataclass a `UsageError`, as `explain_unknown` does for a function."""
+    cls.__init__ = explain_unknown({})(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 @explain_fields

@@ -12,8 +12,8 @@ import torch
 from eagle_slim.vocab_tools.compat import tensor_state
 from torch import Tensor
 
-from ..errors import UsageError, explain_fields, misfit
-from ..settings import MAX_WAITING, TreeConfig
+from ..errors import UsageError, misfit
+from ..settings import MAX_WAITING, TreeConfig, explain_fields
 from ..tree import DraftTree
 from .dimensions import DrafterConfig, check_kernel_limits
 from .kernels.frontier import MAX_DEPTH

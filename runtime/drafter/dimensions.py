@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModelError, UsageError, explain_fields, explain_unknown, misfit
-from ..settings import MAX_NEW_TOKENS, TreeConfig
+from ..errors import UnsupportedModelError, UsageError, misfit
+from ..settings import MAX_NEW_TOKENS, TreeConfig, explain_fields, explain_unknown
 from .weights import HeadWeights
 
 ACTIVATIONS = {

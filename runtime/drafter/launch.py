@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice, explain_unknown, misfit
+from ..errors import DrafterError, UsageError, check_choice, misfit
 from ..ops import Launches, Ops, count_launches
+from ..settings import explain_unknown
 from ..tree import layout_tree
 from .buffers import BLANK, Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits

@@ -10,7 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import explain_fields, misfit
+from ..errors import misfit
+from ..settings import explain_fields
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .kernels.packing import assign_rows, cut_chunks, cut_splits, cut_tiles, quantize_rows, rows_per_program
 from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, matrix_shapes, num_groups

@@ -17,7 +17,8 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import HeadWarning, UnsupportedModelError, UsageError, explain_fields, misfit
+from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit
+from ..settings import explain_fields
 from ..target.wrapper import TargetModel
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 

@@ -23,7 +23,8 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 
 from ..drafter.weights import choose_draft_ids
-from ..errors import UsageError, check_choice, explain_unknown, misfit
+from ..errors import UsageError, check_choice, misfit
+from ..settings import explain_unknown
 from ..target.location import recorded_target
 
 

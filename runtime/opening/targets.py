@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from ..errors import UsageError, check_choice, explain_unknown, misfit
+from ..errors import UsageError, check_choice, misfit
+from ..settings import explain_unknown
 from ..target.fp8_forms import Fp8Form
 from ..target.location import given_target
 from ..target.wrapper import check_supported

@@ -15,9 +15,9 @@ from ..drafter.dimensions import DrafterConfig
 from ..drafter.drafter import CHOICES
 from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packing import Weights
-from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, explain_unknown, misfit
+from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
-from ..settings import TreeConfig, check_tree
+from ..settings import TreeConfig, check_tree, explain_unknown
 from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model

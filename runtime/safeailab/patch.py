@@ -11,7 +11,8 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..drafter.drafter import check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
-from ..errors import UsageError, explain_unknown
+from ..errors import UsageError
+from ..settings import explain_unknown
 from .drafting import LayerPatch
 from .reading import check_ea_model, is_ea_model, read_head, tree_of
 from .rebind import is_rebound, restore
