@@ -29,6 +29,7 @@ MAX_RULES = 8
 Work: TypeAlias = Callable[[], None]
 GraphKey: TypeAlias = tuple[object, ...]
 _LOG = logging.getLogger(__name__)
+_COMPILING = "compiling kernels; the first time on a machine takes longest"
 KeptKey = TypeVar("KeptKey")
 Kept = TypeVar("Kept")
 
@@ -196,13 +197,15 @@ class Graphs:
         self.submit(groups, rules)
         if self.are_compiled(groups, rules):
             return
-        _LOG.info("compiling kernels; the first time on a machine takes longest")
+        _LOG.info(_COMPILING)
         assert self._compiler is not None
         for key in groups:
             self._compiler.wait(self._jobs.get((rules, key), ()))
 
     def practise(self, runs: Iterable[Work]) -> None:
         """Run work over no slots, to load kernels and create handles, which a capture cannot."""
+        if self._compiler is None:
+            _LOG.info(_COMPILING)
         with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()
