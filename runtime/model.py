@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .api.options import read_call, read_count, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
+from .api.request import collect
 from .compiling.pool import pool_for
 from .drafter.drafter import (
     NAMES,
@@ -52,6 +53,7 @@ from .step.decoders import Decoders
 from .step.graphs import WarmUp
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
+from .step.source import RequestList
 from .target.wrapper import TargetModel
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
@@ -338,8 +340,8 @@ class SpeculativeModel:
                 request.streamer = streamer
                 # Also where steps choose to decode plainly: tokens outside the vocabulary are still counted.
                 request.head = self.drafter.weights if speculative else None
-            loop = GenerationLoop(self._decoders, call.requests, plan)
-            results, stats = loop.run()
+            loop = GenerationLoop(self._decoders, RequestList(call.requests, plan.rules), plan)
+            results, stats = collect(call.requests, loop.run())
         finally:
             # Whoever reads from the streamer must not wait for ever.
             if streamer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ..errors import misfit
 from .sampling import Processors
 from .stats import GenerationStats
 
-FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
+FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time", "cancelled", "fault"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,12 @@ class Request:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     num_cut_tokens: int = 0
     num_reused: int = 0
+    num_drafted: int = 0
+    """Drafted tokens that passes verified."""
+    owner: str | None = None
+    """Whose rows of earlier sequences may be reused: those of the same owner alone."""
+    is_cancelled: bool = False
+    """Set by any thread: the answer ends before the next step."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens == 0:
@@ -150,9 +156,7 @@ class Request:
         return text
 
 
-def collect(
-    requests: Sequence[Request], timings: dict[str, Any], **counts: Any
-) -> tuple[list[RequestOutput], GenerationStats]:
-    """Return the outputs of finished requests, and the statistics of all, to which times and counts are added."""
+def collect(requests: Sequence[Request], counts: Mapping[str, Any]) -> tuple[list[RequestOutput], GenerationStats]:
+    """Return the outputs of finished requests, and the statistics of all, with the ``counts`` of their call."""
     outputs = [request.output() for request in requests]
-    return outputs, replace(GenerationStats.sum(output.stats for output in outputs), **timings, **counts)
+    return outputs, replace(GenerationStats.sum(output.stats for output in outputs), **counts)

@@ -52,6 +52,8 @@ class KeptRows:
 
     tokens: tuple[int, ...] = ()
     num_pairs: int = 0
+    owner: str | None = None
+    """As in `Request`, whose rows they are."""
 
     def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
         """Count the first tokens of a prompt that need not be run: shared ones that have a row, but for the last."""
@@ -62,7 +64,7 @@ class KeptRows:
 
     def cut(self, prompt: Sequence[int], shared: int) -> KeptRows:
         """Return the rows that stay valid after reusing ``shared`` tokens (`num_shared`)."""
-        return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, shared))
+        return replace(self, tokens=tuple(prompt[: shared + 1]), num_pairs=min(self.num_pairs, shared))
 
 
 class Decoders:

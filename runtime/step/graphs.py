@@ -135,7 +135,7 @@ class Graphs:
         self.size_bytes = 0
         """Memory that capturing graphs has taken."""
         self.num_pauses = 0
-        """Times that steps were held up by a capture, or to time a shape."""
+        """Times that steps were held up by a capture, to time a shape, or by a chunk of a prompt."""
 
     @property
     def can_capture(self) -> bool:

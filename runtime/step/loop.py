@@ -1,5 +1,8 @@
 """The generation loop over a `Decoder`: the host launches steps and reads their records, one step behind on a GPU.
 
+Requests come from a `Source`. Each has a slot from its prompt's first chunk to its end, with rules of its own; a step
+runs the stages that the rules of all its requests need, which changes no token of the others (`ChoiceRules`).
+
 While step t is read (tokens for streamers, stop strings), step t + 1 runs already. The host waits for nothing but the
 event after step t's record, a copy into pinned memory. End of sequence, the number of new tokens and the end of the
 context are decided on the device; a stop string is found one step late, and what was drafted beyond it is dropped.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,18 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.request import Request, RequestOutput, collect
-from ..api.stats import GenerationStats, PhaseTimer
+from ..api.request import Request
+from ..api.stats import PhaseTimer
 from ..drafter.drafter import timed_out
 from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoders import Decoders, KeptRows, match_slots
 from .graphs import BUCKETS
+from .kernels.choice_kernels import ChoiceRules
 from .kernels.choose_tokens import no_distribution, token_bits
 from .kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .plan import Plan
+from .rules import CallRules
 from .shapes import ShapeChooser, shapes_for
+from .source import Source
 
 
 @dataclass
@@ -48,14 +55,26 @@ class _Record:
     """Sequences that it was launched for."""
 
 
-class GenerationLoop:
-    """One call; ``states`` are the requests in its order."""
+@dataclass
+class _Entering:
+    """A request whose prompt is run; ``chunks``: rows of those that are left, None before it begins."""
 
-    def __init__(self, decoders: Decoders, states: Sequence[Request], plan: Plan) -> None:
-        self.decoders, self.states, self.plan = decoders, states, plan
-        self.rules = plan.rules.rules
-        self.waiting = deque(state for state in states if state.finish_reason is None)
+    slot: int
+    request: Request
+    rules: CallRules
+    chunks: list[int] | None = None
+
+
+class GenerationLoop:
+    """Answers the requests of a source, until none is left."""
+
+    def __init__(self, decoders: Decoders, source: Source, plan: Plan) -> None:
+        self.decoders, self.source, self.plan = decoders, source, plan
+        self.entering: deque[_Entering] = deque()
         self.running: dict[int, Request] = {}
+        """By slot, from the last chunk of the prompt on; ``_rules`` of these and earlier ones, and their stages."""
+        self._rules: dict[int, CallRules] = {}
+        self._stages: dict[int, int] = {}
         self.in_flight: deque[_Record] = deque()
         self._last: _Record | None = None
         """The record read last."""
@@ -64,21 +83,26 @@ class GenerationLoop:
         """Chooses the shape of each step; None where all have the plan's."""
         self._free: list[Tensor] = []
         chooses_on_host = plan.rules.host_reason is not None
-        self.host = HostChoice(self.running, self.rules, plan.rules.numbers) if chooses_on_host else None
+        self.host = HostChoice(self.running, self._rules) if chooses_on_host else None
 
     @torch.inference_mode()
-    def run(self) -> tuple[list[RequestOutput], GenerationStats]:
-        """Generate all answers; returns them in the order of the requests, with the statistics of the call."""
-        return self.decoders.run(self._run_held) if self.waiting else collect(self.states, {})
+    def run(self) -> dict[str, Any]:
+        """Answer what waits; returns the fields of `GenerationStats` that are the call's."""
+        return self.decoders.run(self._run_held) if self.source.has_waiting() else {}
 
-    def _run_held(self) -> tuple[list[RequestOutput], GenerationStats]:
+    @property
+    def rules(self) -> ChoiceRules:
+        """Stages that the next step runs."""
+        return self.plan.stages[max((self._stages[slot] for slot in self.running), default=0)]
+
+    def _run_held(self) -> dict[str, Any]:
         decoders, device = self.decoders, self.decoders.target.device
         with current(device), counted_apart() as launches:
             # More prompts than there are slots wait for a free one.
-            self.num_slots = min(len(self.waiting), self.plan.max_slots, decoders.max_slots or len(self.waiting))
-            longest = max(state.max_tokens for state in self.waiting)
+            wanted = self.source.num_slots
+            self.num_slots = min(wanted, self.plan.max_slots, decoders.max_slots or wanted)
             tree = self.plan.tree if self.chooser is None else decoders.tree
-            self.decoder = decoders.get(self.num_slots, longest, tree, self.plan.partial)
+            self.decoder = decoders.get(self.num_slots, self.source.max_tokens, tree, self.plan.partial)
             try:
                 self._run()
             except BaseException:
@@ -88,31 +112,26 @@ class GenerationLoop:
                 self.decoder.clear_()
                 decoders.forget()
                 raise
-            counts = self.decoder.counts() | tuned_counts(launches)
-            return collect(
-                self.states,
-                self.timer.stop_and_wait(),
-                cache_bytes=decoders.cache_bytes,
-                graph_bytes=decoders.graph_bytes,
-                active_sequences=dict(sorted((+self.active_sequences).items())),
-                **counts,
-            )
+            return {
+                **({} if self.timer is None else self.timer.stop_and_wait()),
+                "cache_bytes": decoders.cache_bytes,
+                "graph_bytes": decoders.graph_bytes,
+                "active_sequences": dict(sorted((+self.active_sequences).items())),
+                **self.decoder.counts(),
+                **tuned_counts(launches),
+            }
 
     def _run(self) -> None:
-        decoder, rules = self.decoder, self.plan.rules
+        decoder = self.decoder
         decoder.clear_()
-        self._upload(decoder.slots.choice.numbers, rules.numbers, torch.float32)
-        if rules.suppressed is not None:
-            self._upload(decoder.slots.choice.suppressed, rules.suppressed)
-        self.timer = PhaseTimer(decoder.target.device)
+        self.timer = None if self.plan.is_service else PhaseTimer(decoder.target.device)
         trees = [decoder.tree]
         if self.chooser is not None:
             # Plain decoding comes first: its kernels are few, and the call can begin with them.
             drafted = [shape for shape in self.plan.shapes if shape is not None]
             trees = [None, *shapes_for(decoder.batch_for(self.num_slots), drafted)]
-        prompts = [len(state.prompt_ids) for state in self.waiting]
-        decoder.begin_compiling(self.num_slots, self.rules, trees, prompts)
-        while self.waiting or self.running or self.in_flight:
+        decoder.begin_compiling(self.num_slots, self.rules, trees, self.source.prompt_lengths)
+        while self.source.has_waiting() or self.entering or self.running or self.in_flight:
             self._fill_slots()
             if self.host is not None:
                 self._read_all_but(0)
@@ -125,19 +144,67 @@ class GenerationLoop:
         while len(self.in_flight) > count:
             self._read()
 
-    def _fill_slots(self) -> None:
-        free = [slot for slot in range(self.num_slots) if slot not in self.running]
-        entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
-        kept = self.decoders.kept if self.plan.reuse_prefix else [KeptRows()] * self.num_slots
-        prompts = [state.prompt_ids for state in entering]
-        matches = match_slots(prompts, kept, free, self.plan.is_drafted)
-        for state, (slot, shared) in zip(entering, matches, strict=True):
-            self.running[slot], state.num_reused = state, shared
-            with self.timer.phase("prefill"):
-                self._enter(slot, state)
-            self._keep_record(self.decoder.slots.entering.record, {slot: state}, is_step=False)
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.timer is None else self.timer.phase(name)
 
-    def _enter(self, slot: int, state: Request) -> None:
+    def _fill_slots(self) -> None:
+        """Run prompts into free slots; of a service's one chunk, if an answer runs that would wait."""
+        while True:
+            self._drop_cancelled()
+            if not self.entering:
+                self._take_requests()
+            if not self.entering:
+                return
+            self._run_chunk()
+            if self.plan.is_service and self.running:
+                return
+
+    def _take_requests(self) -> None:
+        free = [slot for slot in range(self.num_slots) if slot not in self.running]
+        taken = self.source.take(min(1, len(free)) if self.plan.is_service else len(free))
+        owners = {request.owner for request, _ in taken} if self.plan.reuse_prefix else set()
+        kept = [rows if {rows.owner} == owners else KeptRows() for rows in self.decoders.kept]
+        prompts = [request.prompt_ids for request, _ in taken]
+        matches = match_slots(prompts, kept, free, self.plan.is_drafted)
+        for (request, rules), (slot, shared) in zip(taken, matches, strict=True):
+            request.num_reused = shared
+            self.entering.append(_Entering(slot, request, rules))
+
+    def _drop_cancelled(self) -> None:
+        dropped = [each.request for each in self.entering if each.request.is_cancelled]
+        self.entering = deque(each for each in self.entering if not each.request.is_cancelled)
+        for slot, request in [*self.running.items()]:
+            if request.is_cancelled:
+                dropped.append(request)
+                self.decoder.stop_slot(slot)
+                del self.running[slot]
+        for request in dropped:
+            request.finish_reason = "cancelled"
+        if dropped:
+            self.source.publish()
+
+    def _run_chunk(self) -> None:
+        """Run the next chunk of the first of the prompts that enter."""
+        entering, prompts = self.entering[0], self.decoder.prompts
+        slot, request = entering.slot, entering.request
+        stage = next(i for i, stages in enumerate(self.plan.stages) if stages.covers(entering.rules.rules))
+        self._rules[slot], self._stages[slot] = entering.rules, stage
+        with self._phase("prefill"):
+            chunks = entering.chunks = self._begin(entering) if entering.chunks is None else entering.chunks
+            nodes = chunks.pop(0)
+            if not chunks:
+                self.running[slot] = request
+            prompts.run_chunk(nodes, self.plan.stages[stage], self.host)
+            self.decoder.graphs.num_pauses += 1
+            if chunks:
+                return
+            prompts.end()
+        self.entering.popleft()
+        self._keep_record(self.decoder.slots.entering.record, {slot: request}, is_step=False)
+
+    def _begin(self, entering: _Entering) -> list[int]:
+        """Upload a request; returns the rows of the chunks of its prompt."""
+        slot, state, rules = entering.slot, entering.request, entering.rules
         decoder, prompt, first = self.decoder, state.prompt_ids, state.num_reused
         # Ends beyond those that the device has room for are found by the host, as stop strings are.
         ends, room = sorted(state.eos_ids), decoder.state.eos_ids.shape[1]
@@ -148,11 +215,14 @@ class GenerationLoop:
         if state.keys is not None:
             keys = state.keys[: decoder.slots.choice.keys.shape[1]]
             self._upload(decoder.slots.choice.keys[slot, : len(keys)], keys, torch.int64)
-        if self.rules.has_penalty:
+        self._upload(decoder.slots.choice.numbers[slot], rules.numbers, torch.float32)
+        if rules.suppressed is not None:
+            self._upload(decoder.slots.choice.suppressed[slot], rules.suppressed)
+        if rules.rules.has_penalty:
             self._upload(decoder.slots.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
-        if self.rules.has_minimum:
-            self._upload(decoder.slots.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
-        decoder.prompts.enter(len(prompt) - first, self.rules, self.host)
+        if rules.rules.has_minimum:
+            self._upload(decoder.slots.choice.eos[slot], token_bits(torch.tensor(ends), decoder.target.vocab_size))
+        return decoder.prompts.begin(len(prompt) - first)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
         """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
@@ -170,10 +240,10 @@ class GenerationLoop:
         if self.plan.time_phases:
             for phase in decoder.timed_step(num_active, self.rules, tree, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
-                with self.timer.phase(name), named_range(phase.name):
+                with self._phase(name), named_range(phase.name):
                     phase.run()
         else:
-            with self.timer.phase("step"):
+            with self._phase("step"):
                 decoder.step(num_active, self.rules, tree, self.host)
         if self.chooser is not None:
             self.chooser.steps[tree] += 1
@@ -251,25 +321,24 @@ class GenerationLoop:
         self.active_sequences[num_active] += record.is_step and num_active > 0
         for slot, state in record.sequences.items():
             if rows[slot][0] > 0 and state.finish_reason is None:
-                self._take(slot, state, rows[slot], record.is_step)
+                self._take(slot, state, rows[slot], record)
+        self.source.publish()
 
-    def _take(self, slot: int, state: Request, row: Sequence[int], is_step: bool) -> None:
+    def _take(self, slot: int, state: Request, row: Sequence[int], record: _Record) -> None:
         """Deliver a slot's tokens of a record; ``row``: tokens accepted, tokens kept, how it ended, the tokens."""
         accepted, kept, ended = row[:RECORD_HEAD]
         prompt, num_before = state.prompt_ids, len(state.token_ids)
-        tokens = row[RECORD_HEAD : RECORD_HEAD + kept]
-        if ended == ENDED_BY_FAULT:
-            good = [token for token in tokens if token >= 0]
-            # A stop string may have ended the answer before.
-            if not (good and state.emit(good)):
-                raise no_distribution(tokens[len(good)], state.index, len(state.token_ids))
-            tokens = []
-        is_done = state.finish_reason is not None or state.emit(tokens)
+        try:
+            is_done = _emit(state, row[RECORD_HEAD : RECORD_HEAD + kept], ended)
+        except Exception as error:  # of a criterion, a streamer, a tokenizer, or logits
+            self.source.fail(state, error)
+            state.finish_reason, is_done = "fault", True
         assert is_done or ended == RUNNING, (slot, row)
-        if is_step:
+        if record.is_step:
             delivered = len(state.token_ids) - num_before
             state.accepted_lengths[delivered] += 1
             state.num_cut_tokens += accepted - delivered
+            state.num_drafted += 0 if record.tree is None else record.tree.total_tokens - 1
         if not is_done:
             return
         pairs = self.decoders.kept[slot].num_pairs
@@ -277,7 +346,7 @@ class GenerationLoop:
             # Pairs that are surely cached: a draft takes all before it, plain steps let a buffer full of them wait.
             waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]
             pairs = max(0, len(prompt) + num_before - waiting)
-        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs)
+        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs, state.owner)
         if ended == RUNNING:
             self.decoder.stop_slot(slot)
         if self.running.get(slot) is state:
@@ -296,3 +365,14 @@ class GenerationLoop:
         # Nothing else ran between the ends of two steps of the same sequences.
         if before.is_step and before.num_pauses == record.num_pauses and before.sequences == record.sequences:
             chooser.time(record.tree, record.batch, record.context, before.ready.elapsed_time(record.ready))
+
+
+def _emit(state: Request, tokens: Sequence[int], ended: int) -> bool:
+    """Append tokens to an answer; returns whether it has ended. Raises `LogitsError` where one could not be chosen."""
+    if ended == ENDED_BY_FAULT:
+        good = [token for token in tokens if token >= 0]
+        # A stop string may have ended the answer before.
+        if not (good and state.emit(good)):
+            raise no_distribution(tokens[len(good)], state.index, len(state.token_ids))
+        return True
+    return state.emit(tokens)

@@ -4,86 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
 from ..api.sampling import PENALTIES
 from ..errors import UnsupportedModelError, UsageError
-from ..settings import PartialVerification, SamplingConfig, TreeConfig
+from ..settings import PartialVerification, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
 from .decoders import Decoders
 from .graphs import bucket_of
-from .kernels.choice_kernels import COLDEST, ChoiceRules
-from .kernels.choose_tokens import token_bits
+from .kernels.choice_kernels import ChoiceRules
+from .rules import CallRules
 from .shapes import first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
-_BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
-"""Options whose processors the kernels know."""
-
-
-@dataclass(frozen=True)
-class CallRules:
-    """Rules by which a call chooses tokens.
-
-    On the device the kernels do all of it. On the host, ``host_reason`` saying why, ``Request.process`` applies the
-    processors, and ``rules`` are without their stages.
-    """
-
-    rules: ChoiceRules
-    numbers: Tensor
-    """float32 [6] on the CPU, as in `ChoiceState`."""
-    suppressed: Tensor | None = None
-    """Bits of suppressed ids, if there are any."""
-    host_reason: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        options: Mapping[str, Any],
-        sampling: SamplingConfig,
-        requests: Sequence[Request],
-        vocab_size: int,
-        device: torch.device,
-    ) -> CallRules:
-        """Read the rules of a call from joined options; all requests of a call have the same processors."""
-        names = {name for request in requests if request.process is not None for name in request.process.names}
-        # A bad word of one token is a suppressed one, unless it ends the answer, which transformers lets it.
-        words = [list(word) for word in options.get("bad_words_ids", ())] if "bad_words_ids" in names else []
-        if all(len(word) == 1 for word in words):
-            names = {"suppress_tokens" if name == "bad_words_ids" else name for name in names}
-        ends = {token for request in requests for token in request.eos_ids}
-        barred = {*options.get("suppress_tokens", ()), *(word[0] for word in words if word[0] not in ends)}
-        reason = f"the model is on {device}" if device.type != "cuda" else None
-        if reason is None and not names <= _BY_KERNELS:
-            reason = f"{min(names - _BY_KERNELS)} is applied on the host"
-        known = names if reason is None else set()
-        sampled = not sampling.is_greedy
-        rules = ChoiceRules(
-            sampled=sampled,
-            has_top_k=sampled and sampling.top_k > 0,
-            has_top_p=sampled and sampling.top_p < 1,
-            has_min_p=sampled and sampling.min_p > 0,
-            has_penalty="repetition_penalty" in known,
-            has_suppressed="suppress_tokens" in known,
-            has_minimum="min_new_tokens" in known,
-        )
-        numbers = (
-            max(sampling.temperature, COLDEST.value),
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            options.get("repetition_penalty", 1),
-            options.get("min_new_tokens", 0),
-        )
-        bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
-        return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
 
 
 @dataclass(frozen=True)
@@ -105,8 +41,13 @@ class Plan:
     """Sizes of partial verification (`partial`); None where every pass is full."""
     full_reason: str
     """Why every pass is full where partial verification was asked for."""
+    stages: tuple[ChoiceRules, ...]
+    """What steps and chunks run: the first of these that covers the rules of all their requests; each covers those
+    before it."""
     is_exact: bool
     """Whether drafted tokens equal plain ones but for the target's rounding (`TargetModel.exactness`)."""
+    is_service: bool = False
+    """Whether requests come without end: times are not kept, and between two steps runs one chunk of a prompt."""
 
     @property
     def tree(self) -> TreeConfig | None:
@@ -162,8 +103,19 @@ def plan_call(
         reuse_prefix,
         partial,
         full_reason,
+        stages=(rules.rules,),
         is_exact=is_ours and (partial is None or partial.mode == "exact"),
     )
+
+
+def plan_service(plan: Plan) -> Plan:
+    """Plan for requests that come without end, with any rules, from the plan of a greedy call."""
+    greedy = plan.rules.rules
+    sampled = replace(greedy, sampled=True)
+    by_share = replace(sampled, has_top_p=True, has_min_p=True)
+    # Searching for top-k takes long for slots without one.
+    stages = (greedy, sampled, by_share, replace(by_share, has_top_k=True, has_penalty=True))
+    return replace(plan, stages=stages, time_phases=False, is_service=True)
 
 
 def describe(

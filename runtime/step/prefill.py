@@ -34,9 +34,24 @@ class Prefill:
 
     def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
         """Run ``num_tokens`` of the prompt, its last ones, and choose its first new token."""
+        for nodes in self.begin(num_tokens):
+            self.run_chunk(nodes, rules, host)
+        self.end()
+
+    def begin(self, num_tokens: int) -> list[int]:
+        """Empty the slot but for what the prompt reuses; returns the rows of each chunk that is to be run (`enter`).
+
+        Steps of other slots may run before each of them.
+        """
         self._ops(begin_prompt)(self._slots.box, self._slots.state)
-        for nodes in self._sizes(num_tokens):
-            self._graphs.run(("chunk", nodes), rules, self._phases(nodes, rules, host))
+        return list(self._sizes(num_tokens))
+
+    def run_chunk(self, nodes: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+        """Run the next chunk; the last one chooses the first new token."""
+        self._graphs.run(("chunk", nodes), rules, self._phases(nodes, rules, host))
+
+    def end(self) -> None:
+        """List the slot as running, after the last chunk."""
         self._ops(list_active)(self._slots.state)
         if self._drafts.prompt_queries is not None:
             self._drafts.enter(self._slots.box.numbers[:1])

@@ -182,7 +182,8 @@ class ShapeChooser:
         self._since = 1
         costs = {each: self._costs.guess(each, batch, context) for each in usable}
         new = [each for each in sequences if each not in self._sequences]
-        self._sequences |= {each: _Levels(*_SEQUENCE) for each in new}
+        # Those that have ended are forgotten: a server's are without end.
+        self._sequences = {each: self._sequences.get(each) or _Levels(*_SEQUENCE) for each in sequences}
         self._credit_ms += _PROBE_FIRST * costs.get(None, 0.0) * len(new) / max(1, len(sequences))
         self._rates = dict(zip(sequences, self._rates_of(sequences), strict=True))
         by_sequence = self._rates.values()

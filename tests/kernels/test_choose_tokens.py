@@ -170,6 +170,30 @@ def test_kernels_equal_the_twin(vocab: int, tile: int, capacity: int, name: str,
     assert torch.equal(case.choose(RULES[name], tile, capacity), case.choose_ref(RULES[name]))
 
 
+@pytest.mark.parametrize(("vocab", "tile", "capacity"), [(33, 32, 8), pytest.param(1025, 512, 100, marks=SLOW)])
+def test_a_slots_tokens_are_those_of_its_own_rules_alone(vocab: int, tile: int, capacity: int, device: str) -> None:
+    """Whatever stages run for the others: each slot with numbers of its own, beside those that change nothing."""
+    neutral = [1.0, vocab, 1.0, 0.0, 1.0, 0.0]
+    own = {
+        GREEDY: [0.0, vocab, 1.0, 0.0, 1.0, 0.0],
+        SAMPLED: [0.7, *neutral[1:]],
+        replace(SAMPLED, has_top_k=True): [1.5, 3, *neutral[2:]],
+        replace(SAMPLED, has_top_p=True): [1.5, vocab, 0.6, *neutral[3:]],
+        replace(SAMPLED, has_min_p=True, has_penalty=True): [1.1, vocab, 1.0, 0.1, 1.4, 0.0],
+    }
+    case = random_case(vocab, slots=len(own), parents=[-1, 0], device=device)
+    # Most scores lie so low that they have no weight.
+    case.logits[4::2] *= 12
+    case.state.suppressed.zero_()
+    case.state.numbers.copy_(torch.tensor([*own.values()], dtype=torch.float32))
+    alone = torch.stack([case.choose_ref(rules)[slot] for slot, rules in enumerate(own)])
+    for rules in (ALL_RULES, replace(ALL_RULES, has_top_k=False)):
+        rows = [slot for slot, each in enumerate(own) if rules.covers(each)]
+        assert torch.equal(case.choose(rules, tile, capacity)[rows], alone[rows])
+        assert torch.equal(case.choose_ref(rules)[rows], alone[rows])
+    assert len(rows) == len(own) - 1
+
+
 @SLOW
 def test_ties_at_every_cut(device: str) -> None:
     """Three values only, so that each cut falls among equals; of those top-p keeps the last ids."""
@@ -192,8 +216,8 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
     vocab, penalty, minimum = 200, 1.7, 4
     case = random_case(vocab, device=device)
     case.set_numbers(config.temperature, config.top_k, config.top_p, repetition_penalty=penalty, min_new_tokens=minimum)
-    eos = bit_mask(case.state.eos, vocab).nonzero()[:, 0].tolist()
-    suppressed = bit_mask(case.state.suppressed, vocab).nonzero()[:, 0].tolist()
+    eos = bit_mask(case.state.eos[0], vocab).nonzero()[:, 0].tolist()
+    suppressed = bit_mask(case.state.suppressed[0], vocab).nonzero()[:, 0].tolist()
     options = {"repetition_penalty": penalty, "min_new_tokens": minimum, "suppress_tokens": suppressed}
     wanted = []
     for slot in range(2):

@@ -12,7 +12,7 @@ the logits again, which it reads from the L2: no buffer of scores grows with nod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from .token_noise import NOBODY, token_marks
 from .token_weights import FAR, ONE, distance_weight, score_distance
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for place in range(6))
-"""Places in ``numbers``."""
+"""Places in a slot's ``numbers``."""
+NUMBERS = tl.constexpr(6)
 COLDEST = tl.constexpr(1e-30)
 """The largest logit has all the probability long before this; colder, its quotient would overflow."""
 WORD_BITS = 32
@@ -39,7 +40,10 @@ class ChoiceState(NamedTuple):
     """State that choices depend on, beside logits and trees; on one device."""
 
     numbers: Tensor
-    """float32 [6]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens."""
+    """float32 [slots, 6]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens.
+
+    At temperature 0 a slot is greedy in sampled steps too. The size of the vocabulary as top_k, 1 as top_p and as
+    penalty, and 0 as the others change nothing."""
     keys: Tensor
     """int64 [slots, stream]: number i is the key of the noise that chooses new token i of the slot's request."""
     num_generated: Tensor
@@ -47,7 +51,7 @@ class ChoiceState(NamedTuple):
     seen: Tensor
     """int32 [slots, ceil(vocab / 32)]: a bit for each id in prompt or answer so far, the root included."""
     suppressed: Tensor
-    """int32 [ceil(vocab / 32)], as ``eos``: a bit for each such id."""
+    """int32 [slots, ceil(vocab / 32)], as ``eos``: a bit for each such id."""
     eos: Tensor
 
     @classmethod
@@ -57,12 +61,10 @@ class ChoiceState(NamedTuple):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         numbers = torch.tensor([1.0, vocab, 1.0, 0.0, 1.0, 0.0], dtype=torch.float32, device=device)
         return cls(
-            numbers,
+            numbers.repeat(slots, 1),
             torch.zeros(slots, stream, dtype=torch.int64, device=device),
             torch.zeros(slots, **int32),
-            torch.zeros(slots, words, **int32),
-            torch.zeros(words, **int32),
-            torch.zeros(words, **int32),
+            *(torch.zeros(slots, words, **int32) for _ in range(3)),
         )
 
 
@@ -105,7 +107,10 @@ class ChoiceScratch(NamedTuple):
 
 @dataclass(frozen=True)
 class ChoiceRules:
-    """Stages that run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values."""
+    """Stages that run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values.
+
+    A stage more changes no token of a slot whose numbers leave it without effect.
+    """
 
     sampled: bool = False
     """Otherwise greedy, and the next three are without effect."""
@@ -116,6 +121,10 @@ class ChoiceRules:
     """Of repetition_penalty; the next two of suppress_tokens and of min_new_tokens."""
     has_suppressed: bool = False
     has_minimum: bool = False
+
+    def covers(self, other: ChoiceRules) -> bool:
+        """Return whether these are all stages of ``other``, or more."""
+        return all(has or not needed for has, needed in zip(astuple(self), astuple(other), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,21 +192,28 @@ def this_row(trees, state, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def load_number(at, state, place):
+    """Load one of the numbers of a row's slot."""
+    return tl.load(state.numbers + at.slot * NUMBERS + place)
+
+
+@triton.jit
 def load_scores(logits_ptr, at, ids, state, scratch, SHAPE: tl.constexpr):
     """Load the logits of one row after the processors and the temperature, fp32; -inf beyond the vocabulary."""
     mask = ids < SHAPE.vocab
     score = tl.load(logits_ptr + at.row * SHAPE.vocab + ids, mask=mask, other=float("-inf")).to(tl.float32)
     if SHAPE.has_penalty:
-        penalty = tl.load(state.numbers + PENALTY)
+        penalty = load_number(at, state, PENALTY)
         weaker = tl.where(score < 0, score * penalty, tl.div_rn(score, penalty))
         score = tl.where(has_bit(scratch.penalised + at.row * SHAPE.words, ids, mask), weaker, score)
     if SHAPE.has_minimum:
-        too_short = at.number < tl.load(state.numbers + MINIMUM).to(tl.int64)
-        score = tl.where(too_short & has_bit(state.eos, ids, mask), float("-inf"), score)
+        too_short = at.number < load_number(at, state, MINIMUM).to(tl.int64)
+        score = tl.where(too_short & has_bit(state.eos + at.slot * SHAPE.words, ids, mask), float("-inf"), score)
     if SHAPE.has_suppressed:
-        score = tl.where(has_bit(state.suppressed, ids, mask), float("-inf"), score)
+        score = tl.where(has_bit(state.suppressed + at.slot * SHAPE.words, ids, mask), float("-inf"), score)
     if SHAPE.sampled:
-        score = tl.div_rn(score, tl.maximum(tl.load(state.numbers + TEMPERATURE), COLDEST))
+        temperature = load_number(at, state, TEMPERATURE)
+        score = tl.div_rn(score, tl.where(temperature == 0, 1.0, tl.maximum(temperature, COLDEST)))
     return score
 
 
@@ -268,6 +284,14 @@ def best_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def lowest_best(scratch, row, best, SHAPE: tl.constexpr):
+    """Return the lowest id among the best tiles' of a row, by the best scores of its tiles: float32 [tiles]."""
+    tile = tl.arange(0, SHAPE.block_tiles)
+    ids = tl.load(scratch.best_id + row * SHAPE.tiles + tile, mask=tile < SHAPE.tiles, other=_NO_ID)
+    return tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0)
+
+
+@triton.jit
 def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
     """Choose the lowest id among the best tiles': greedy."""
     row = tl.program_id(0).to(tl.int64)
@@ -276,18 +300,17 @@ def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
         tile = tl.arange(0, SHAPE.block_tiles)
         mask = tile < SHAPE.tiles
         best = tl.load(scratch.best_score + row * SHAPE.tiles + tile, mask=mask, other=float("-inf"))
-        ids = tl.load(scratch.best_id + row * SHAPE.tiles + tile, mask=mask, other=_NO_ID)
-        token = or_fault(tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0), best)
+        token = or_fault(lowest_best(scratch, row, best, SHAPE), best)
     tl.store(out_ptr + row, token)
 
 
 @triton.jit
-def takes_part(distance, state, SHAPE: tl.constexpr):
+def takes_part(distance, at, state, SHAPE: tl.constexpr):
     """Tell whether min-p leaves the distances."""
     kept = distance < FAR
     if SHAPE.has_min_p:
         weight = distance_weight(distance)
-        least = tl.load(state.numbers + MIN_P).to(tl.float64) * ONE
+        least = load_number(at, state, MIN_P).to(tl.float64) * ONE
         kept = kept & (weight >= tl.ceil(least).to(tl.int64))
     return kept
 
@@ -315,7 +338,7 @@ def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
         return
     ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     distance = load_tile(logits_ptr, at, state, scratch, SHAPE)
-    marks = token_marks(distance, load_key(at, state, SHAPE), ids, takes_part(distance, state, SHAPE))
+    marks = token_marks(distance, load_key(at, state, SHAPE), ids, takes_part(distance, at, state, SHAPE))
     if SHAPE.has_top_p:
         tied = distance == threshold
         tl.store(scratch.num_tied + to, tl.sum(tied.to(tl.int32), axis=0))
@@ -348,11 +371,16 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
             ids = tl.sum(tl.where(is_cut, tiles, 0), axis=0) * SHAPE.tile + tl.arange(0, SHAPE.tile)
             distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
             tied = distance == tl.load(scratch.threshold + at.row)
-            stays_here = tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, state, SHAPE)
+            stays_here = (
+                tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, at, state, SHAPE)
+            )
             marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
             best = tl.minimum(best, tl.min(marks, axis=0))
     scores = tl.load(scratch.best_score + at.row * SHAPE.tiles + tiles, mask=mask, other=float("-inf"))
-    tl.store(out_ptr + at.row, or_fault((best & 0xFFFFFFFF).to(tl.int32), scores))
+    token = (best & 0xFFFFFFFF).to(tl.int32)
+    if load_number(at, state, TEMPERATURE) == 0:
+        token = lowest_best(scratch, at.row, scores, SHAPE)
+    tl.store(out_ptr + at.row, or_fault(token, scores))
 
 
 @triton.jit

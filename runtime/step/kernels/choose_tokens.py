@@ -105,7 +105,7 @@ def choose_tokens_ref(
             scores = _process(scores, trees.draft_tokens[slot, path], slot, number, rules, state)
             keys = state.keys[slot]
             key = int(keys[number]) if number < len(keys) else 0
-            out[place, node] = find_fault(scores) or choose_token(scores, rules, state.numbers, key)
+            out[place, node] = find_fault(scores) or choose_token(scores, rules, state.numbers[slot], key)
 
 
 def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: ChoiceRules, state: ChoiceState) -> Tensor:
@@ -114,12 +114,12 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     if rules.has_penalty:
         seen = bit_mask(state.seen[slot], vocab)
         seen[path[path >= 0]] = True
-        penalty = state.numbers[4]
+        penalty = state.numbers[slot, 4]
         scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-    if rules.has_minimum and number < int(state.numbers[5]):
-        scores = scores.masked_fill(bit_mask(state.eos, vocab), float("-inf"))
+    if rules.has_minimum and number < int(state.numbers[slot, 5]):
+        scores = scores.masked_fill(bit_mask(state.eos[slot], vocab), float("-inf"))
     if rules.has_suppressed:
-        scores = scores.masked_fill(bit_mask(state.suppressed, vocab), float("-inf"))
+        scores = scores.masked_fill(bit_mask(state.suppressed[slot], vocab), float("-inf"))
     return scores
 
 
@@ -144,9 +144,9 @@ def no_distribution(fault: int, prompt: int, position: int) -> LogitsError:
 def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) -> int:
     """Choose from processed scores, float32 [vocab]: the rule that all choices follow.
 
-    ``numbers`` and ``key`` as in `ChoiceState`. Waits for the device.
+    ``numbers`` float32 [6] and ``key`` of its slot, as in `ChoiceState`. Waits for the device.
     """
-    if not rules.sampled:
+    if not rules.sampled or numbers[0] == 0:
         return int((scores == scores.max()).nonzero()[0, 0])
     scores = scores / numbers[0].clamp(min=kernels.COLDEST.value)
     distances = score_distance_ref(scores)
@@ -154,7 +154,7 @@ def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) 
     if rules.has_top_k:
         kth = min(int(numbers[1]), len(scores))
         kept &= distances <= distances.sort().values[kth - 1]
-    if rules.has_top_p:
+    if rules.has_top_p and numbers[2] < 1:
         weights = distance_weight_ref(distances).masked_fill(~kept, 0)
         least_probable_first = distances.sort(descending=True, stable=True).indices
         total = int(weights.sum())

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .choice_kernels import TOP_K, TOP_P, is_skipped, largest_of, load_distances, load_tile, this_row
+from .choice_kernels import TOP_K, TOP_P, is_skipped, largest_of, load_distances, load_number, load_tile, this_row
 from .token_weights import FAR, distance_weight
 
 BINS = tl.constexpr(64)
@@ -65,9 +65,9 @@ def narrow_interval(low, high, counts, nearer, goal, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
-def goal_of_top_p(total, numbers_ptr):
+def goal_of_top_p(total, at, state):
     """Return the weight that top-p keeps at least of a ``total``; whatever top-p is, the most probable token stays."""
-    share = 1.0 - tl.load(numbers_ptr + TOP_P).to(tl.float64)
+    share = 1.0 - load_number(at, state, TOP_P).to(tl.float64)
     return total - tl.minimum((share * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
@@ -105,7 +105,8 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     """Narrow a row's interval by the counts of its tiles; the first time, set its goal too."""
     if is_skipped(trees, SHAPE):
         return
-    row = tl.program_id(0).to(tl.int64)
+    place = this_row(trees, state, SHAPE)
+    row = place.row
     interval_ptr = scratch.interval + row * 4
     if not FIRST:  # noqa: SIM102  # known when compiling
         if tl.load(interval_ptr + COUNT) <= SHAPE.few:
@@ -118,9 +119,9 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     if not FIRST:
         goal = tl.load(interval_ptr + GOAL)
     elif SHAPE.weighted:
-        goal = goal_of_top_p(nearer, state.numbers)
+        goal = goal_of_top_p(nearer, place, state)
     else:
-        goal = tl.load(state.numbers + TOP_K).to(tl.int64)
+        goal = load_number(place, state, TOP_K).to(tl.int64)
     if FIRST:
         nearer = tl.full([], 0, tl.int64)
         tl.store(scratch.num_listed + row, 0)
@@ -211,7 +212,7 @@ def find_cut(scan, low, high, goal, SHAPE: tl.constexpr, WEIGHTED: tl.constexpr)
         nearer, half, counts = scan_row(scan, low, high, middle, SHAPE, WEIGHTED)
         half += scan.before
         if is_first:
-            goal = goal_of_top_p(half, scan.state.numbers)
+            goal = goal_of_top_p(half, scan.at, scan.state)
         low, high, _, _ = narrow_interval(low, high, counts, nearer + scan.before, goal, WEIGHTED)
         if is_first == 0:
             if half >= goal:
@@ -240,11 +241,20 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
             mass = tl.load(scratch.mass + at.row * SHAPE.tiles + tile, mask=tile < SHAPE.tiles, other=0)
             before = tl.sum(mass, axis=0)
     scan = RowScan(logits_ptr, at, largest, num_listed, before, state, scratch)
-    threshold, goal = find_cut(scan, low, high, goal, SHAPE, SHAPE.weighted)
-    if SHAPE.has_top_k and SHAPE.has_top_p:
-        threshold, goal = find_cut(scan, tl.full([], 0, tl.int32), threshold, tl.full([], -1, tl.int64), SHAPE, True)
-    tl.store(scratch.threshold + at.row, threshold)
+    # A slot whose numbers cut nothing keeps all, those without weight too.
+    threshold = tl.full([], FAR - 1, tl.int32)
+    needed = tl.full([], SHAPE.vocab, tl.int32)
+    if SHAPE.has_top_k:
+        if load_number(at, state, TOP_K) < SHAPE.vocab:
+            threshold, _ = find_cut(scan, low, high, goal, SHAPE, False)
+        low = tl.full([], 0, tl.int32)
+        high = threshold
+        goal = tl.full([], -1, tl.int64)
     if SHAPE.has_top_p:
-        nearer, _, _ = scan_row(scan, threshold, threshold, threshold, SHAPE, True)
-        weight = tl.maximum(distance_weight(threshold), 1)
-        tl.store(scratch.needed + at.row, ((goal - nearer - before + weight - 1) // weight).to(tl.int32))
+        if load_number(at, state, TOP_P) < 1:
+            threshold, goal = find_cut(scan, low, high, goal, SHAPE, True)
+            nearer, _, _ = scan_row(scan, threshold, threshold, threshold, SHAPE, True)
+            weight = tl.maximum(distance_weight(threshold), 1)
+            needed = ((goal - nearer - before + weight - 1) // weight).to(tl.int32)
+        tl.store(scratch.needed + at.row, needed)
+    tl.store(scratch.threshold + at.row, threshold)
