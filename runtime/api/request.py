@@ -84,6 +84,11 @@ class Request:
         longest = len(self.prompt_ids) + self.max_new_tokens
         return longest if self.context_limit is None else min(longest, self.context_limit)
 
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens in the answer."""
+        return sum((length - 1) * count for length, count in self.accepted_lengths.items() if length)
+
     def emit(self, tokens: Sequence[int]) -> bool:
         """Append tokens until one ends the request, and drop the rest. Returns whether the request has ended."""
         before = len(self.token_ids)
@@ -109,7 +114,7 @@ class Request:
             self.num_reused,
             finish_reasons={self.finish_reason: 1},
         )
-        return RequestOutput(list(self.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats)
+        return RequestOutput(list(self.prompt_ids), list(self.token_ids), self.text(), self.finish_reason, stats)
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
         if token in self.eos_ids:
@@ -146,7 +151,8 @@ class Request:
                 break
         return any(text in tail for text in self.stop)
 
-    def _text(self) -> str | None:
+    def text(self) -> str | None:
+        """Return the answer's text without what ended it; None without ``decode``."""
         if self.decode is None:
             return None
         text = self.decode([token for token in self.token_ids if token not in self.eos_ids])

@@ -77,13 +77,17 @@ def build_processors(
     """
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}
-    eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
+
+    def ends() -> Any:
+        # Only where it is needed: threads other than the loop's leave the device alone.
+        return torch.tensor(eos, device=device) if eos else None
+
     builders: dict[str, Callable[[Any], Any]] = {
         "repetition_penalty": lambda v: v != 1 and hf.RepetitionPenaltyLogitsProcessor(float(v)),
         "no_repeat_ngram_size": lambda v: v and hf.NoRepeatNGramLogitsProcessor(v),
-        "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(v, eos_tensor),
+        "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(v, ends()),
         "min_new_tokens": lambda v: (
-            v and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, v, eos_tensor, **place)
+            v and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, v, ends(), **place)
         ),
         "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
     }

@@ -42,7 +42,7 @@ class Plan:
     full_reason: str
     """Why every pass is full where partial verification was asked for."""
     stages: tuple[ChoiceRules, ...]
-    """What steps and chunks run: the first of these that covers the rules of all their requests; each covers those
+    """Stages of steps and chunks: the first of these that covers the rules of all their requests; each covers those
     before it."""
     is_exact: bool
     """Whether drafted tokens equal plain ones but for the target's rounding (`TargetModel.exactness`)."""

@@ -1,4 +1,4 @@
-"""Where a generation loop takes its requests from: a list, or whatever keeps the protocol, such as a server's queue."""
+"""Sources of the requests of a generation loop: a list, or whatever keeps the protocol, such as a server's queue."""
 
 from __future__ import annotations
 

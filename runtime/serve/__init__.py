@@ -1,0 +1,1 @@
+"""Serve a model over HTTP, by OpenAI's protocol: `eagle-serve`."""

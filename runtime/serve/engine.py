@@ -1,0 +1,193 @@
+"""`Engine`: a thread that owns the model and answers jobs, and the bounded queue before it.
+
+The event loop of HTTP submits and cancels jobs, and is told their tokens by one callback for each step of the model;
+neither thread waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..api.request import FinishReason, Request
+from ..step.plan import Plan
+from ..step.rules import CallRules
+from .errors import RefusedError
+from .jobs import Answer, Job
+from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from ..model import SpeculativeModel
+
+_LOG = logging.getLogger("eagle_slim.serve")
+
+
+class Engine:
+    """A `Source` of requests for the model that ``load`` returns; what the methods of that do is said there.
+
+    At most ``max_slots`` run and ``max_waiting`` more wait.
+    """
+
+    prompt_lengths: Sequence[int] = ()
+
+    def __init__(
+        self, load: Callable[[], SpeculativeModel], max_slots: int, max_waiting: int, metrics: Metrics
+    ) -> None:
+        self._load, self._metrics = load, metrics
+        self.num_slots, self.max_waiting, self.max_tokens = max_slots, max_waiting, 0
+        self.model: SpeculativeModel | None = None
+        """None until it can answer."""
+        self.plan: Plan | None = None
+        self.failure: BaseException | None = None
+        self._waiting: deque[tuple[Answer, CallRules]] = deque()
+        self._running: dict[Request, Answer] = {}
+        """Taken by the model; the engine's thread changes it."""
+        self._told: dict[Request, int] = {}
+        self._numbers = count()
+        self._seconds = 1.0
+        """Of an answer, in the mean of the last ones."""
+        self._changed, self._is_closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, events: asyncio.AbstractEventLoop, ready: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Load the model and answer, telling the event loop ``events``.
+
+        It calls ``ready`` once the model can answer, and ``ended`` once it no longer can, ``failure`` saying why.
+        """
+        self._events, self._ready, self._ended = events, ready, ended
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End all jobs, and wait for the thread so long."""
+        with self._changed:
+            self._is_closed = True
+            for answer in [*(answer for answer, _ in self._waiting), *self._running.values()]:
+                answer.request.is_cancelled = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the answers that wait."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Count the answers that run."""
+        return len(self._running)
+
+    def submit(self, job: Job, rules: Sequence[CallRules]) -> None:
+        """Queue the answers of a job. Raises `RefusedError` where too many wait."""
+        with self._changed:
+            room = self.num_slots + self.max_waiting - len(self._waiting) - len(self._running)
+            if len(job.answers) > room or self._is_closed:
+                after = max(1, round(self._seconds * len(self._waiting) / self.num_slots))
+                reason = f"{len(self._waiting)} answers wait already" if not self._is_closed else "The server ends"
+                raise RefusedError(
+                    f"{reason}. Try again later.",
+                    503 if self._is_closed else 429,
+                    "overloaded",
+                    **{"Retry-After": str(after)},
+                )
+            for answer in job.answers:
+                answer.request.index = next(self._numbers)
+            self._waiting.extend(zip(job.answers, rules, strict=True))
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End what has not ended of a job, before the model's next step."""
+        for answer in job.answers:
+            answer.request.is_cancelled = True
+
+    def has_waiting(self) -> bool:
+        """See `Source`."""
+        return bool(self._waiting)
+
+    def take(self, count: int) -> list[tuple[Request, CallRules]]:
+        """See `Source`; requests whose clients have gone end here."""
+        taken, is_any_gone = list[tuple[Request, CallRules]](), False
+        with self._changed:
+            while self._waiting and (len(taken) < count or self._waiting[0][0].request.is_cancelled):
+                answer, rules = self._waiting.popleft()
+                self._running[answer.request] = answer
+                if answer.request.is_cancelled:
+                    answer.request.finish_reason, is_any_gone = "cancelled", True
+                else:
+                    taken.append((answer.request, rules))
+        if is_any_gone:
+            self.publish()
+        return taken
+
+    def publish(self) -> None:
+        """See `Source`: tell the event loop of new tokens and ends."""
+        news = []
+        for request, answer in [*self._running.items()]:
+            told, reason = self._told.get(request, 0), request.finish_reason
+            if len(request.token_ids) > told or reason is not None:
+                news.append((answer, request.token_ids[told:], reason))
+                self._told[request] = len(request.token_ids)
+            if reason is not None:
+                del self._running[request]
+                self._told.pop(request, None)
+        if news:
+            self._events.call_soon_threadsafe(self._tell, news)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """See `Source`."""
+        self._running[request].error = error
+
+    def _tell(self, news: Sequence[tuple[Answer, list[int], FinishReason | None]]) -> None:
+        now = time.perf_counter()
+        for answer, tokens, reason in news:
+            job = answer.job
+            self._metrics.see(answer, len(tokens), reason, now)
+            if tokens and job.first_token_s is None:
+                job.first_token_s = now - job.began
+            answer.token_ids += tokens
+            answer.finish_reason, answer.told_at = reason, now
+            if reason is not None:
+                self._seconds += 0.1 * (now - job.began - self._seconds)
+            if job.is_streamed or job.is_done:
+                job.changed.set()
+
+    def _run(self) -> None:
+        try:
+            model = self._load()
+            assert model.max_model_len is not None
+            self.max_tokens = model.max_model_len
+            self.plan = model.plan_service(self.num_slots)
+            self.model = model
+            self._events.call_soon_threadsafe(self._ready)
+            while self._wait():
+                try:
+                    model.serve(self, self.plan)
+                except Exception as error:
+                    _LOG.exception("what ran has failed")
+                    self._fail_all(error)
+                    if model.device.type == "cuda":
+                        # After some faults nothing runs on the device any more.
+                        torch.cuda.synchronize()
+        except BaseException as error:
+            self.model, self.failure = None, error
+            self._fail_all(RuntimeError("the server ends"))
+        self._events.call_soon_threadsafe(self._ended)
+
+    def _wait(self) -> bool:
+        """Wait for requests; returns whether there are any, and false once all have ended in a closed engine."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            return bool(self._waiting)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request, answer in self._running.items():
+            if request.finish_reason is None:
+                answer.error, request.finish_reason = error, "fault"
+        self.publish()
