@@ -73,11 +73,11 @@ class Service:
         """Load the model in the engine's thread, and derive what it is called."""
         model = self._load()
         config = model.config
-        target = (
-            (model.opened and model.opened.target_name) or getattr(config, "_name_or_path", "") or config.model_type
-        )
+        opened = model.opened
+        named = None if opened is None else opened.target_name
+        target = str(named or getattr(config, "_name_or_path", "") or config.model_type)
         self.names = self.names or [target]
-        head = "built-in" if model.opened and model.opened.is_embedded else model.opened and model.opened.head.location
+        head = "loaded" if opened is None else "built-in" if opened.is_embedded else opened.head.location
         weights = hashlib.sha256(model.target.embedding[:256].detach().float().cpu().numpy().tobytes()).hexdigest()[:8]
         versions = f"eagle-slim {version('eagle-slim')}, torch {torch.__version__}"
         rows = model.target.exactness or "rows are not exact"

@@ -82,8 +82,10 @@ def serve(host: str, port: int, total_tokens: int | None, draft_vocab: int | Non
         model, plan = service.engine.model, service.engine.plan
         assert model is not None
         assert plan is not None
+        # Port 0 is whichever is free.
+        bound = server.servers[0].sockets[0].getsockname()[1]
         slots = f"{serving.max_slots} answers side by side of up to {model.max_model_len} tokens"
-        note(f"serving {', '.join(service.names)} at http://{host}:{port}/v1: {slots}\n{model.describe(plan)}")
+        note(f"serving {', '.join(service.names)} at http://{host}:{bound}/v1: {slots}\n{model.describe(plan)}")
 
     def ended() -> None:
         server.should_exit = True

@@ -48,7 +48,8 @@ class Metrics:
         self._count_end = lambda reason: ended.labels(name, reason).inc()
         label["labelnames"] = ("model_name",)
         for key, count in (("running", running), ("waiting", waiting)):
-            Gauge(f"vllm:num_requests_{key}", f"Answers that are {key}.", **label).labels(name).set_function(count)
+            gauge: Any = Gauge(f"vllm:num_requests_{key}", f"Answers that are {key}.", **label).labels(name)
+            gauge.set_function(count)
 
     def see(self, answer: Answer, num_new: int, reason: str | None, now: float) -> None:
         """Take new tokens of an answer, and why it ended if it did, before it is told of them."""
@@ -74,6 +75,6 @@ class Metrics:
 
     def text(self) -> tuple[bytes, str]:
         """Return all metrics as Prometheus reads them, and the type of that text."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        from prometheus_client import exposition
 
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        return exposition.generate_latest(self.registry), exposition.CONTENT_TYPE_LATEST

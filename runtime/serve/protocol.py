@@ -219,7 +219,7 @@ class Writer:
         self._asked, self._job, is_chat = asked, job, asked.kind == "chat"
         self._is_chat = is_chat
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
@@ -262,16 +262,17 @@ class Writer:
             text = self._texts[index].finish() if done else self._texts[index].push(ids)
             self._num_sent[index], self._has_ended[index] = len(answer.token_ids), done
             if text or self._asked.return_token_ids:
-                more = {"token_ids": ids} if self._asked.return_token_ids else {}
-                chunks.append(self._chunk(index, {"content": text} if self._is_chat else text, **more))
+                chunks.append(self._chunk(index, {"content": text} if self._is_chat else text, ids=ids))
             if done:
                 chunks.append(self._chunk(index, {} if self._is_chat else "", reason=answer.finish_reason))
         if self._job.is_done and self._asked.include_usage:
             chunks.append(self._join({"choices": [], "usage": self.usage()}))
         return chunks
 
-    def _chunk(self, index: int, said: Any, reason: str | None = None, **more: Any) -> bytes:
-        choice = {**self._choice(index, reason), "delta" if self._is_chat else "text": said, **more}
+    def _chunk(self, index: int, said: Any, reason: str | None = None, ids: Sequence[int] | None = None) -> bytes:
+        choice = {**self._choice(index, reason), "delta" if self._is_chat else "text": said}
+        if self._asked.return_token_ids and ids is not None:
+            choice["token_ids"] = ids
         return self._join({"choices": [choice], **({"usage": None} if self._asked.include_usage else {})})
 
     @cached_property

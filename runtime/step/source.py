@@ -43,7 +43,7 @@ class RequestList:
     def __init__(self, requests: Sequence[Request], rules: CallRules) -> None:
         self._waiting, self._rules = deque(each for each in requests if each.finish_reason is None), rules
         self.num_slots = len(self._waiting)
-        self.prompt_lengths = [len(each.prompt_ids) for each in self._waiting]
+        self.prompt_lengths: Sequence[int] = [len(each.prompt_ids) for each in self._waiting]
         self.max_tokens = max((each.max_tokens for each in self._waiting), default=0)
 
     def has_waiting(self) -> bool:

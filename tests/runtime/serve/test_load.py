@@ -1,0 +1,65 @@
+"""Answers under load, through the `openai` client, beside those of the same prompts alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import openai
+import pytest
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.step import prefill
+from support.served import MixedCall, Served, mixed_calls, serving, wait_for
+from support.tiny_models import write_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+    target, head = write_pair(tmp_path_factory.mktemp("pair"))
+    return SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(2, 3, 9), dtype="float32", max_model_len=160)
+
+
+@pytest.fixture
+def served(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """Prompts of more than eight tokens are run in chunks, between which steps run."""
+    monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 8)
+    with serving(lambda: model) as served:
+        yield served
+
+
+def ask_and_leave(call: MixedCall, client: openai.OpenAI) -> None:
+    """Hang up in the middle of an answer, or before it begins."""
+    options = {"max_tokens": 100, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(
+        model=client.models.list().data[0].id, prompt=call.prompt, stream=True, **options
+    )
+    for _ in range(len(call.prompt) % 3):
+        next(iter(stream))
+    stream.close()
+
+
+def compare_under_load(calls: Sequence[MixedCall], model: SpeculativeModel, served: Served, leaves: float) -> None:
+    client, draw = served.client(), random.Random(1)
+    name = client.models.list().data[0].id
+    assert name
+    tasks = [partial(call.ask, client, draw.random() < 0.5) for call in calls]
+    with ThreadPoolExecutor(12) as clients:
+        asked, left = [], []
+        for call, task in zip(calls, tasks, strict=True):
+            if draw.random() < leaves:
+                left.append(clients.submit(ask_and_leave, call, client))
+            asked.append(clients.submit(task))
+        answers = [each.result() for each in asked]
+        assert all(each.result() is None for each in left)
+    wait_for(lambda: served.service.engine.num_running + served.service.engine.num_waiting == 0)
+    for call, answer in zip(calls, answers, strict=True):
+        assert answer == call.alone(model), call
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_answers_under_load_are_those_alone(number: int, model: SpeculativeModel, served: Served) -> None:
+    compare_under_load(mixed_calls(number, 300), model, served, leaves=0.2)

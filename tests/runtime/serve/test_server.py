@@ -1,0 +1,310 @@
+"""Endpoints, refusals, faults, limits, keys, and the end of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.serve.app import ServeOptions
+from eagle_slim.runtime.step import decoder, prefill
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.served import MixedCall, Served, serving, wait_for
+from support.tiny_models import write_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+HELLO = [{"role": "user", "content": "hello"}]
+LONG: dict[str, Any] = {"max_tokens": 120, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+KEYS = ("key of one", "key of another")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def model(pair: tuple[Path, Path]) -> SpeculativeModel:
+    tree = TreeConfig(2, 3, 9)
+    return SpeculativeModel.from_pretrained(*pair, tree=tree, dtype="float32", max_model_len=200)
+
+
+@pytest.fixture(scope="module")
+def served(model: SpeculativeModel) -> Iterator[Served]:
+    options = ServeOptions(("tiny", "small"), KEYS, max_slots=2, max_waiting=2, origins=("http://page",))
+    with serving(lambda: model, options) as served:
+        yield served
+
+
+def call(url: str, body: Any = None, key: str = KEYS[0], **headers: str) -> tuple[int, Any, Any]:
+    """Return status, headers and body of a response."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}", **headers})
+    try:
+        with urllib.request.urlopen(asked) as response:
+            return response.status, response.headers, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read().decode()
+
+
+def noting(run: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        note()
+        return run(*arguments)
+
+    return noted
+
+
+def is_idle(served: Served) -> bool:
+    return served.service.engine.num_running + served.service.engine.num_waiting == 0
+
+
+def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, served: Served) -> None:
+    client = served.client(KEYS[0])
+    options: dict[str, Any] = {"model": "small", "messages": HELLO, "temperature": 0, "max_completion_tokens": 20}
+    expected = model.chat(HELLO, max_new_tokens=20)
+    whole = client.chat.completions.create(**options)
+    ChatCompletion.model_validate(whole.model_dump(), strict=True)
+    assert whole.choices[0].message.content == expected.text[0]
+    assert whole.choices[0].finish_reason == {"eos": "stop"}.get(expected.results[0].finish_reason, "length")
+    assert "float32" in str(whole.system_fingerprint)
+    assert whole.model_extra == {"exactness": expected.stats.exactness}
+    chunks = [*client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == expected.text[0]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
+    usage, stats = chunks[-1].usage, expected.stats
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.completion_tokens == stats.num_new_tokens == whole.usage.completion_tokens
+    assert usage.completion_tokens_details.accepted_prediction_tokens == stats.num_accepted_tokens - stats.num_passes
+    assert usage.prompt_tokens == len(expected.results[0].prompt_ids)
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    several = client.completions.create(model="tiny", prompt=["ab", "cd"], n=2, seed=5, max_tokens=4)
+    Completion.model_validate(several.model_dump(), strict=True)
+    alone = client.completions.create(model="tiny", prompt="cd", n=2, seed=5, max_tokens=4)
+    assert [each.text for each in several.choices[2:]] == [each.text for each in alone.choices]
+    assert alone.choices[0].text != alone.choices[1].text
+
+
+def test_messages_are_read_as_templates_take_them(model: SpeculativeModel, served: Served) -> None:
+    template = model.tokenizer.chat_template
+    model.tokenizer.chat_template = "{{ messages | tojson }}{{ tools | tojson }}{{ thinking }}"
+    try:
+        messages = [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
+            },
+        ]
+        body = {"messages": messages, "tools": [{"type": "function"}], "max_tokens": 1, "return_token_ids": True}
+        body["chat_template_kwargs"] = {"thinking": True}
+        answer = json.loads(call(f"{served.url}/v1/chat/completions", body)[2])
+    finally:
+        model.tokenizer.chat_template = template
+    read, _ = json.JSONDecoder().raw_decode(text := model.tokenizer.decode(answer["prompt_token_ids"]))
+    assert read[0] == {"role": "system", "content": "a\nb"}
+    assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert text.endswith('[{"type": "function"}]True')
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        ("chat/completions", b"{", 400, "JSON"),
+        ("chat/completions", [], 400, "object"),
+        ("chat/completions", {"messages": HELLO, "model": "other"}, 404, "other"),
+        ("chat/completions", {"messages": "hello"}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
+        ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", {"messages": HELLO, "logprobs": True}, 400, "logprobs"),
+        ("chat/completions", {"messages": HELLO, "temperature": "hot"}, 400, "temperature"),
+        ("chat/completions", {"messages": HELLO, "top_p": 0}, 400, "top_p"),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
+        ("chat/completions", {"messages": HELLO, "n": 99}, 400, "n"),
+        ("chat/completions", {"messages": HELLO, "stream": "yes"}, 400, "stream"),
+        ("chat/completions", {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 900}]}, 400, "context"),
+        ("completions", {"prompt": ""}, 400, "empty"),
+        ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
+        ("completions", {"prompt": [[1, "a"]]}, 400, "token ids"),
+        ("completions", {"prompt": [99999]}, 400, "99999"),
+        ("completions", {"prompt": "x", "seed": -1}, 400, "seed"),
+        ("completions", {"prompt": "x", "stop": [3]}, 400, "stop"),
+        ("completions", {"prompt": "x", "logit_bias": {"3": 4}}, 400, "logit_bias"),
+        ("completions", {"prompt": "x", "frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ("completions", {"prompt": "x", "temprature": 0.5}, 400, "temprature"),
+        ("nothing", {}, 404, "Not Found"),
+    ],
+)
+def test_a_wrong_call_is_refused_in_openais_form(path: str, body: Any, status: int, named: str, served: Served) -> None:
+    found, _, text = call(f"{served.url}/v1/{path}", body)
+    error = json.loads(text)["error"]
+    assert (found, error["type"]) == (status, "invalid_request_error")
+    assert named in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_fields_without_effect_are_taken(served: Served) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "user": "me", "metadata": {}, "logit_bias": {}, "presence_penalty": 0.0}
+    body |= {"logprobs": False, "tool_choice": "none", "tools": [{}], "stop": [], "response_format": {"type": "text"}}
+    assert call(f"{served.url}/v1/chat/completions", {**body, "seed": None})[0] == 200
+
+
+def test_keys_metrics_health_models_and_pages(served: Served) -> None:
+    url = served.url
+    assert call(f"{url}/health", key="")[0] == 200
+    assert call(f"{url}/v1/models", key="third")[0] == call(f"{url}/v1/completions", {}, key="")[0] == 401
+    assert [each["id"] for each in json.loads(call(f"{url}/v1/models")[2])["data"]] == ["tiny", "small"]
+    assert json.loads(call(f"{url}/v1/models/tiny")[2])["max_model_len"] == 200
+    assert call(f"{url}/v1/models/other")[0] == 404
+    headers = call(f"{url}/health", Origin="http://page")[1]
+    assert headers["access-control-allow-origin"] == "http://page"
+    assert "access-control-allow-origin" not in call(f"{url}/health", Origin="http://other")[1]
+    prompt = list(range(3, 40))
+    cached = []
+    for key in (KEYS[0], KEYS[0], KEYS[1]):
+        answer = served.client(key).completions.create(model="tiny", prompt=prompt, max_tokens=2, temperature=0)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+    assert cached == [0, len(prompt) - 1, 0]
+    metrics = call(f"{url}/metrics", key="")[2]
+    assert 'vllm:prefix_cache_hits_total{model_name="tiny"}' in metrics
+    for name in ("num_requests_running", "prompt_tokens_total", "time_to_first_token_seconds_bucket"):
+        assert f"vllm:{name}{{" in metrics
+    assert "key of" not in metrics
+
+
+def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: Served) -> None:
+    """Two run and two wait, as long as the model is held."""
+    client, threads = served.client(KEYS[0]), []
+    wait_for(lambda: is_idle(served))
+    with model.target.hold():
+        for _ in range(4):
+            options = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
+            threads.append(threading.Thread(target=client.completions.create, kwargs=options))
+            threads[-1].start()
+        engine = served.service.engine
+        wait_for(lambda: engine.num_waiting + engine.num_running == 4)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="tiny", prompt="ab")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+    for thread in threads:
+        thread.join()
+    wait_for(lambda: is_idle(served))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_hangs_up_frees_its_slot(
+    is_streamed: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[None] = []
+
+    def count() -> None:
+        steps.append(None)
+        threading.Event().wait(0 if is_streamed else 0.1)
+
+    monkeypatch.setattr(decoder.Decoder, "step", noting(decoder.Decoder.step, count))
+    client = served.client(KEYS[0], timeout=300 if is_streamed else 1.0)
+    if is_streamed:
+        stream = client.completions.create(model="tiny", prompt="ab", stream=True, **LONG)
+        next(iter(stream))
+        stream.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.completions.create(model="tiny", prompt="ab", **LONG)
+    wait_for(lambda: is_idle(served))
+    assert len(steps) < 60
+
+
+def test_a_fault_of_one_answer_is_its_own(
+    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop decodes text for stop strings alone."""
+    decode = model.tokenizer.decode
+
+    def refuse(ids: list[int], **options: Any) -> str:
+        if threading.current_thread().name == "engine":
+            raise ValueError("a strange tokenizer")
+        return decode(ids, **options)
+
+    other = MixedCall([5, 6, 7], {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "seed": 0})
+    alone = other.alone(model)
+    monkeypatch.setattr(model.tokenizer, "decode", refuse)
+    found: list[Any] = []
+    client = served.client(KEYS[1])
+    thread = threading.Thread(target=lambda: found.extend(other.ask(client, is_streamed=True)))
+    thread.start()
+    for is_streamed in (False, True):
+        with pytest.raises(openai.InternalServerError, match="ValueError"):
+            client.completions.create(model="tiny", prompt="ab", stop="x", stream=is_streamed)
+    thread.join()
+    assert found == alone
+
+
+def test_no_answer_waits_longer_than_a_chunk(
+    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt comes while an answer runs."""
+    monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 4)
+    ran: list[str] = []
+    for owner, name in ((prefill.Prefill, "run_chunk"), (decoder.Decoder, "step")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), lambda name=name: ran.append(name)))
+    client = served.client(KEYS[0])
+    stream = iter(client.completions.create(model="tiny", prompt=[3], stream=True, **LONG))
+    next(stream)
+    client.completions.create(model="tiny", prompt=[4] * 60, max_tokens=2)
+    assert len([*stream]) > 1
+    begins = ran.index("step")
+    assert ran[begins:].count("run_chunk") == 15
+    assert ("run_chunk", "run_chunk") not in zip(ran[begins:], ran[begins + 1 :], strict=False)
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by the limit"])
+def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
+    """The command, with an answer that ends within the limit, or not."""
+    program, (target, head) = Path(sysconfig.get_path("scripts")) / "eagle-serve", pair
+    command = [sys.executable, program, head, "--target", target, "--port", "0", "--max-model-len", "240", "--grace"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    limit = "60" if ends == "by itself" else "1"
+    server = subprocess.Popen([*command, limit], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stderr is not None
+        url = next(word.rstrip(":") for line in server.stderr for word in line.split() if word.startswith("http://"))
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        name = client.models.list().data[0].id
+        chunks = client.completions.create(model=name, prompt="ab", stream=True, **LONG)
+        first = next(chunks)
+        server.send_signal(signal.SIGTERM)
+        rest = [first]
+        # A quick machine ends it within the shortest limit, too.
+        with suppress(*() if ends == "by itself" else (Exception,)):
+            rest += chunks
+            assert rest[-1].choices[0].finish_reason == "length"
+        log = server.communicate(timeout=60)[1]
+        assert server.returncode == 0, log
+        assert "ended by" in log
+    finally:
+        server.kill()
+        server.communicate()
