@@ -41,7 +41,7 @@ Examples:
 @click.option("--slots", type=click.IntRange(1, 16), default=16, show_default=True, help="Most answers side by side.")
 @click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Most answers that wait.")
 @click.option(
-    "--max-model-len", type=click.IntRange(2), default=8192, show_default=True, help="Most tokens of prompt and answer."
+    "--max-model-len", type=click.IntRange(2), default=8000, show_default=True, help="Most tokens of prompt and answer."
 )
 @click.option(
     "--served-model-name", "names", multiple=True, help="Name of the model; repeat for more. Default: its own."

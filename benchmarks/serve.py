@@ -1,0 +1,207 @@
+"""Measure `eagle-serve` over HTTP beside `generate` in as many slots, in the same run; its clients are other processes.
+
+    python -m benchmarks.serve [--rows REGEX] [--out benchmarks/results/DATE-h100-serve.json]
+
+``smollm2/N``, ``8b/N`` (Llama-3.1-8B's dimensions, random weights): N clients, each with one call after another,
+prompts of 512 tokens, 128 new, greedy: tokens/s of `generate`, of whole answers and of streams, and their ratios; all
+answers must be the same tokens. ``…/idle``: one stream at a time: the first token beside the time of a call of
+`generate` for one token, and the median gap between chunks beside a step's. ``…/long``: while other answers run, a
+prompt of 30,000 tokens comes (of 6,000 for smollm2): the longest gap between two chunks of theirs before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from eagle_slim.runtime import SpeculativeModel
+
+from benchmarks.first_call import load
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.timing import machine
+
+MODELS = ("smollm2", "8b")
+ROWS = tuple(f"{model}/{kind}" for model in MODELS for kind in ("1", "4", "16", "idle", "long"))
+PROMPT, NEW, CALLS, ROUNDS, LONG_NEW, SETTLED_S = 512, 128, 6, 3, 1500, 1.0
+"""Tokens of a prompt and of an answer; calls of each client; times that each way is measured; tokens of an answer that
+runs when a long prompt comes, and seconds that it has run."""
+LONG_PROMPT = {"smollm2": 6000, "8b": 30000}
+_CLIENT = Path(__file__).parent / "shared" / "http_client.py"
+
+
+def prompts_of(model: SpeculativeModel, number: int, length: int | None = None) -> list[list[int]]:
+    """Return prompts of so many tokens out of the benchmarks' questions, each beginning elsewhere."""
+    text = (Path(__file__).parent / "prompts.jsonl").read_text(encoding="utf-8")
+    length = PROMPT if length is None else length
+    ids: list[int] = model.tokenizer(text).input_ids  # type: ignore[misc]
+    ids *= 2 + (length + 61 * number) // len(ids)
+    return [ids[61 * i : 61 * i + length] for i in range(number)]
+
+
+def call_from_processes(port: int, calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Have each list of calls made by a process of its own, all at a time."""
+    command = [sys.executable, "-S", str(_CLIENT), str(port)]
+    clients = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in calls]
+    outputs = [""] * len(calls)
+
+    def talk(index: int) -> None:
+        outputs[index] = clients[index].communicate(json.dumps(calls[index]))[0]
+
+    threads = [threading.Thread(target=talk, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [json.loads(output) for output in outputs]
+
+
+class Server:
+    """A server in this process over a model; ``slots`` of it."""
+
+    def __init__(self, model: SpeculativeModel, slots: int) -> None:
+        import uvicorn
+        from eagle_slim.runtime.serve.app import ServeOptions, Service
+
+        self.service = Service(lambda: model, ServeOptions(max_slots=slots))
+        config = uvicorn.Config(self.service.app(), port=0, log_level="warning", timeout_graceful_shutdown=5)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        began = time.time()
+        while self.service.engine.model is None and self._thread.is_alive():
+            time.sleep(0.1)
+        self.ready_s = time.time() - began
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """End the server; the model stays."""
+        self._server.should_exit = True
+        self._thread.join()
+
+
+def body(prompt: Sequence[int], stream: bool, new: int | None = None) -> dict[str, Any]:
+    """Return a call for a greedy answer of ``new`` tokens; None is `NEW`."""
+    fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": list(prompt), "max_tokens": NEW if new is None else new, "stream": stream, **fixed}
+
+
+def run_row(model: SpeculativeModel, server: Server, clients: int) -> dict[str, Any]:
+    """Measure ``clients`` calls at a time, each way in turn."""
+    prompts = prompts_of(model, clients * CALLS)
+    rates: dict[str, list[float]] = {"generate": [], "whole": [], "streamed": []}
+    different = 0
+    options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "max_slots": clients}
+    model.generate(prompts, **options)
+    for _ in range(ROUNDS):
+        output = model.generate(prompts, **options)
+        rates["generate"].append(output.stats.tokens_per_s)
+        for name, stream in (("whole", False), ("streamed", True)):
+            shares = [[body(prompt, stream) for prompt in prompts[i::clients]] for i in range(clients)]
+            done = call_from_processes(server.port, shares)
+            calls = [call for client in done for call in client]
+            took = max(call["times"][-1] for call in calls) - min(call["sent"] for call in calls)
+            rates[name].append(len(calls) * NEW / took)
+            for i in range(clients):
+                answers = [call["tokens"] for call in done[i]]
+                different += sum(a != b for a, b in zip(answers, output.token_ids[i::clients], strict=True))
+    medians = {f"{name}_tokens_s": statistics.median(values) for name, values in rates.items()}
+    ratios = {
+        f"{name}_ratio": medians[f"{name}_tokens_s"] / medians["generate_tokens_s"] for name in ("whole", "streamed")
+    }
+    return {**medians, **ratios, "different": different, "spread": {k: [min(v), max(v)] for k, v in rates.items()}}
+
+
+def run_idle(model: SpeculativeModel, server: Server) -> dict[str, Any]:
+    """Measure single streams beside calls of `generate`."""
+    prompts = prompts_of(model, 12)
+    calls = call_from_processes(server.port, [[body(prompt, True) for prompt in prompts]])[0]
+    first_s = statistics.median(call["times"][0] - call["sent"] for call in calls[2:])
+    gaps = [after - before for call in calls[2:] for before, after in pairwise(call["times"])]
+    alone = [model.generate(prompt, max_new_tokens=1).stats.total_s for prompt in prompts]
+    output = model.generate(prompts[-1], max_new_tokens=NEW, ignore_eos=True)
+    steps = [sum(step) for step in output.stats.steps]
+    return {
+        "first_token_ms": 1e3 * first_s,
+        "one_token_of_generate_ms": 1e3 * statistics.median(alone[2:]),
+        "gap_ms": 1e3 * statistics.median(gaps),
+        "step_ms": 1e3 * statistics.median(steps),
+    }
+
+
+def run_long(model: SpeculativeModel, server: Server, name: str, slots: int) -> dict[str, Any]:
+    """Measure the gaps of running streams around the arrival of a long prompt."""
+    prompts, long = prompts_of(model, slots - 1), prompts_of(model, 1, LONG_PROMPT[name])[0]
+    found: list[Any] = []
+    running = [[body(prompt, True, new=LONG_NEW)] for prompt in prompts]
+    thread = threading.Thread(target=lambda: found.extend(call_from_processes(server.port, running)))
+    thread.start()
+    while server.service.engine.num_running < slots - 1 and thread.is_alive():
+        time.sleep(0.01)
+    time.sleep(SETTLED_S)
+    began = time.time()
+    call = call_from_processes(server.port, [[body(long, True, new=4)]])[0][0]
+    thread.join()
+    before, during = list[float](), list[float]()
+    for client in found:
+        for one, other in pairwise(client[0]["times"]):
+            if began - 0.8 * SETTLED_S < other < began:
+                before.append(other - one)
+            if call["sent"] < other < call["times"][0]:
+                during.append(other - one)
+    worst = {"longest_gap_before_ms": 1e3 * max(before, default=0.0), "longest_gap_ms": 1e3 * max(during, default=0.0)}
+    return {
+        **worst,
+        "median_gap_ms": 1e3 * statistics.median(during or [0.0]),
+        "long_s": call["times"][0] - call["sent"],
+    }
+
+
+def built(name: str, device: torch.device) -> tuple[SpeculativeModel, int]:
+    """Return a model, and the slots that its memory suffices for."""
+    if name == "smollm2":
+        return SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, max_model_len=8000), 16
+    tokenizer = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device).tokenizer
+    model = load("8b/1", device)
+    slots = 16 if torch.cuda.mem_get_info()[1] > 100e9 else 8
+    return SpeculativeModel(model.target, model.drafter, tokenizer, 32000, is_tree_sized=True), slots
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the chosen rows."""
+    command = Command("serve", __doc__, ROWS)
+    args = command.parse_args(arguments)
+    rows, device = command.chosen(args), command.gpu()
+    sys.setswitchinterval(1e-4)
+    result: dict[str, Any] = {"machine": machine(device), "rows": []}
+    for name in MODELS:
+        chosen = [row.split("/")[1] for row in rows if row.startswith(f"{name}/")]
+        if not chosen:
+            continue
+        model, slots = built(name, device)
+        server = Server(model, slots)
+        try:
+            for kind in chosen:
+                if kind.isdigit():
+                    found = run_row(model, server, min(slots, int(kind)))
+                else:
+                    found = run_idle(model, server) if kind == "idle" else run_long(model, server, name, slots)
+                result["rows"].append({"row": f"{name}/{kind}", "slots": slots, "ready_s": server.ready_s, **found})
+                show(result["rows"][-1])
+                write(result, args.out)
+        finally:
+            server.close()
+        del model, server
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
