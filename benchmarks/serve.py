@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from eagle_slim.runtime import SpeculativeModel
 
-from benchmarks.first_call import load
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.timing import machine
+from benchmarks.shared.whole_models import model_of_8b
 
 MODELS = ("smollm2", "8b")
 ROWS = tuple(f"{model}/{kind}" for model in MODELS for kind in ("1", "4", "16", "idle", "long"))
@@ -170,9 +170,8 @@ def built(name: str, device: torch.device) -> tuple[SpeculativeModel, int]:
     if name == "smollm2":
         return SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, max_model_len=8000), 16
     tokenizer = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device).tokenizer
-    model = load("8b/1", device)
     slots = 16 if torch.cuda.mem_get_info()[1] > 100e9 else 8
-    return SpeculativeModel(model.target, model.drafter, tokenizer, 32000, is_tree_sized=True), slots
+    return model_of_8b(device, tokenizer, 32000), slots
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -36,7 +36,8 @@ ORDER = {
     "runtime": """
         errors < compiling/kernels < compiling < ops settings < tree < target/fp8 < target/kernels < target
         < drafter/kernels < drafter < drafter/tuning
-        < api < opening < step/kernels < step < model < compare options_cli < safeailab < compare/cli generate_cli tune
+        < api < opening < step/kernels < step < model < compare options_cli serve < safeailab
+        < compare/cli generate_cli serve/cli tune
     """,
 }
 FLOORS = {package: [floor.split() for floor in order.split("<")] for package, order in ORDER.items()}

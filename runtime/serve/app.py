@@ -19,9 +19,8 @@ import orjson
 import torch
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from .engine import Engine
-from .errors import RefusedError, refusal_of
-from .jobs import Job
+from .calls import RefusedError, ServedCall, refusal_of
+from .engine import ServeEngine
 from .metrics import Metrics
 from .protocol import Asked, Writer, read_asked
 
@@ -65,7 +64,7 @@ class Service:
         self._hooks = (ready, ended)
         self.metrics = Metrics()
         self._load = load
-        self.engine = Engine(self._load_named, options.max_slots, options.max_waiting, self.metrics)
+        self.engine = ServeEngine(self._load_named, options.max_slots, options.max_waiting, self.metrics)
         # Tokenizers and templates take long for long prompts.
         self._reader = ThreadPoolExecutor(1, "reader")
 
@@ -169,16 +168,16 @@ class Service:
         asked = await asyncio.get_running_loop().run_in_executor(self._reader, read)
         for each, _ in asked.entries:
             each.owner = owner
-        job = Job([each for each, _ in asked.entries], asked.is_streamed)
-        self.engine.submit(job, [rules for _, rules in asked.entries])
-        return Reply(self.engine, asked, job, Writer(asked, job, self.fingerprint, model.target.exactness))
+        call = ServedCall([each for each, _ in asked.entries], asked.is_streamed)
+        self.engine.submit(call, [rules for _, rules in asked.entries])
+        return Reply(self.engine, asked, call, Writer(asked, call, self.fingerprint, model.target.exactness))
 
 
 class Reply:
-    """The response to a call, as an ASGI application: waits for the job, which ends where the client hangs up."""
+    """The response to a call, as an ASGI application: waits for the call, which ends where the client hangs up."""
 
-    def __init__(self, engine: Engine, asked: Asked, job: Job, writer: Writer) -> None:
-        self._engine, self._asked, self._job, self._writer = engine, asked, job, writer
+    def __init__(self, engine: ServeEngine, asked: Asked, call: ServedCall, writer: Writer) -> None:
+        self._engine, self._asked, self._call, self._writer = engine, asked, call, writer
 
     async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
         """Send the answers."""
@@ -190,32 +189,32 @@ class Reply:
                 status = await (self._send_parts(send) if self._asked.is_streamed else self._send_whole(send))
         finally:
             watcher.cancel()
-            self._engine.cancel(self._job)
+            self._engine.cancel(self._call)
             self._log(status)
 
     async def _watch(self, receive: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._engine.cancel(self._job)
+        self._engine.cancel(self._call)
 
     async def _send_whole(self, send: Any) -> int:
-        job = self._job
-        while not (job.is_done or job.error):
-            await job.changed.wait()
-            job.changed.clear()
-        if job.error is not None:
-            return await _send_error(send, refusal_of(job.error))
+        call = self._call
+        while not (call.is_done or call.error):
+            await call.changed.wait()
+            call.changed.clear()
+        if call.error is not None:
+            return await _send_error(send, refusal_of(call.error))
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": orjson.dumps(self._writer.whole())})
         return 200
 
     async def _send_parts(self, send: Any) -> int:
-        job, has_begun, is_done = self._job, False, False
+        call, has_begun, is_done = self._call, False, False
         while not is_done:
-            await job.changed.wait()
-            job.changed.clear()
-            error, is_done = job.error, job.is_done or job.error is not None
+            await call.changed.wait()
+            call.changed.clear()
+            error, is_done = call.error, call.is_done or call.error is not None
             if error is not None and not has_begun:
                 return await _send_error(send, refusal_of(error))
             chunks = self._writer.news() if error is None else [orjson.dumps(refusal_of(error).body())]
@@ -230,13 +229,13 @@ class Reply:
         return 200
 
     def _log(self, status: int) -> None:
-        job, usage = self._job, self._writer.usage()
-        reasons = ", ".join(sorted({answer.request.finish_reason or "cancelled" for answer in job.answers}))
-        first = "no token" if job.first_token_s is None else f"first token after {1e3 * job.first_token_s:.0f} ms"
+        call, usage = self._call, self._writer.usage()
+        reasons = ", ".join(sorted({answer.request.finish_reason or "cancelled" for answer in call.answers}))
+        first = "no token" if call.first_token_s is None else f"first token after {1e3 * call.first_token_s:.0f} ms"
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         _LOG.info(
             f"{self._writer.id} {status}: {usage['prompt_tokens']} prompt tokens ({cached} reused), "
-            f"{usage['completion_tokens']} new; {first}, {time.perf_counter() - job.began:.2f} s; ended by {reasons}"
+            f"{usage['completion_tokens']} new; {first}, {time.perf_counter() - call.began:.2f} s; ended by {reasons}"
         )
 
 

@@ -1,6 +1,6 @@
-"""`Engine`: a thread that owns the model and answers jobs, and the bounded queue before it.
+"""`ServeEngine`: a thread that owns the model and answers calls, and the bounded queue before it.
 
-The event loop of HTTP submits and cancels jobs, and is told their tokens by one callback for each step of the model;
+The event loop of HTTP submits and cancels calls, and is told their tokens by one callback for each step of the model;
 neither thread waits for the other.
 """
 
@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..api.request import FinishReason, Request
-from ..step.plan import Plan
-from ..step.rules import CallRules
-from .errors import RefusedError
-from .jobs import Answer, Job
+from ..step.plan import CallRules, Plan
+from .calls import RefusedError, ServedAnswer, ServedCall
 from .metrics import Metrics
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("eagle_slim.serve")
 
 
-class Engine:
+class ServeEngine:
     """A `Source` of requests for the model that ``load`` returns; what the methods of that do is said there.
 
     At most ``max_slots`` run and ``max_waiting`` more wait.
@@ -47,8 +45,8 @@ class Engine:
         """None until it can answer."""
         self.plan: Plan | None = None
         self.failure: BaseException | None = None
-        self._waiting: deque[tuple[Answer, CallRules]] = deque()
-        self._running: dict[Request, Answer] = {}
+        self._waiting: deque[tuple[ServedAnswer, CallRules]] = deque()
+        self._running: dict[Request, ServedAnswer] = {}
         """Taken by the model; the engine's thread changes it."""
         self._told: dict[Request, int] = {}
         self._numbers = count()
@@ -66,7 +64,7 @@ class Engine:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End all jobs, and wait for the thread so long."""
+        """End all calls, and wait for the thread so long."""
         with self._changed:
             self._is_closed = True
             for answer in [*(answer for answer, _ in self._waiting), *self._running.values()]:
@@ -84,11 +82,11 @@ class Engine:
         """Count the answers that run."""
         return len(self._running)
 
-    def submit(self, job: Job, rules: Sequence[CallRules]) -> None:
-        """Queue the answers of a job. Raises `RefusedError` where too many wait."""
+    def submit(self, call: ServedCall, rules: Sequence[CallRules]) -> None:
+        """Queue the answers of a call. Raises `RefusedError` where too many wait."""
         with self._changed:
             room = self.num_slots + self.max_waiting - len(self._waiting) - len(self._running)
-            if len(job.answers) > room or self._is_closed:
+            if len(call.answers) > room or self._is_closed:
                 after = max(1, round(self._seconds * len(self._waiting) / self.num_slots))
                 reason = f"{len(self._waiting)} answers wait already" if not self._is_closed else "The server ends"
                 raise RefusedError(
@@ -97,14 +95,14 @@ class Engine:
                     "overloaded",
                     **{"Retry-After": str(after)},
                 )
-            for answer in job.answers:
+            for answer in call.answers:
                 answer.request.index = next(self._numbers)
-            self._waiting.extend(zip(job.answers, rules, strict=True))
+            self._waiting.extend(zip(call.answers, rules, strict=True))
             self._changed.notify()
 
-    def cancel(self, job: Job) -> None:
-        """End what has not ended of a job, before the model's next step."""
-        for answer in job.answers:
+    def cancel(self, call: ServedCall) -> None:
+        """End what has not ended of a call, before the model's next step."""
+        for answer in call.answers:
             answer.request.is_cancelled = True
 
     def has_waiting(self) -> bool:
@@ -144,19 +142,19 @@ class Engine:
         """See `Source`."""
         self._running[request].error = error
 
-    def _tell(self, news: Sequence[tuple[Answer, list[int], FinishReason | None]]) -> None:
+    def _tell(self, news: Sequence[tuple[ServedAnswer, list[int], FinishReason | None]]) -> None:
         now = time.perf_counter()
         for answer, tokens, reason in news:
-            job = answer.job
+            call = answer.call
             self._metrics.see(answer, len(tokens), reason, now)
-            if tokens and job.first_token_s is None:
-                job.first_token_s = now - job.began
+            if tokens and call.first_token_s is None:
+                call.first_token_s = now - call.began
             answer.token_ids += tokens
             answer.finish_reason, answer.told_at = reason, now
             if reason is not None:
-                self._seconds += 0.1 * (now - job.began - self._seconds)
-            if job.is_streamed or job.is_done:
-                job.changed.set()
+                self._seconds += 0.1 * (now - call.began - self._seconds)
+            if call.is_streamed or call.is_done:
+                call.changed.set()
 
     def _run(self) -> None:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .jobs import Answer
+    from .calls import ServedAnswer
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _COUNTERS = {
@@ -45,22 +45,22 @@ class Metrics:
         }
         label["labelnames"] = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "Answers by what ended them.", **label)
-        self._count_end = lambda reason: ended.labels(name, reason).inc()
+        self._ended, self._name = ended, name
         label["labelnames"] = ("model_name",)
         for key, count in (("running", running), ("waiting", waiting)):
             gauge: Any = Gauge(f"vllm:num_requests_{key}", f"Answers that are {key}.", **label).labels(name)
             gauge.set_function(count)
 
-    def see(self, answer: Answer, num_new: int, reason: str | None, now: float) -> None:
+    def see(self, answer: ServedAnswer, num_new: int, reason: str | None, now: float) -> None:
         """Take new tokens of an answer, and why it ended if it did, before it is told of them."""
-        request, began = answer.request, answer.job.began
+        request, began = answer.request, answer.call.began
         if num_new:
             self._counters["generation_tokens"].inc(num_new)
             key, since = ("inter_token_latency", answer.told_at) if answer.token_ids else ("time_to_first_token", began)
             self._seconds[f"{key}_seconds"].observe(now - since)
         if reason is None:
             return
-        self._count_end(reason)
+        self._ended.labels(self._name, reason).inc()
         self._seconds["e2e_request_latency_seconds"].observe(now - began)
         counts = {
             "prompt_tokens": len(request.prompt_ids),

@@ -18,9 +18,8 @@ import orjson
 from ..api.options import read_count, read_flag
 from ..api.prompts import encode_conversation
 from ..errors import brief, misfit
-from ..step.rules import CallRules
-from .errors import RefusedError
-from .jobs import Job
+from ..step.plan import CallRules
+from .calls import RefusedError, ServedCall
 
 if TYPE_CHECKING:
     from ..api.request import Request
@@ -215,8 +214,8 @@ class AnswerText:
 class Writer:
     """Writes the answers of one call; ``exactness``: as in `GenerationStats`."""
 
-    def __init__(self, asked: Asked, job: Job, fingerprint: str, exactness: str | None) -> None:
-        self._asked, self._job, is_chat = asked, job, asked.kind == "chat"
+    def __init__(self, asked: Asked, call: ServedCall, fingerprint: str, exactness: str | None) -> None:
+        self._asked, self._call, is_chat = asked, call, asked.kind == "chat"
         self._is_chat = is_chat
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head: dict[str, Any] = {
@@ -229,16 +228,16 @@ class Writer:
         }
         if asked.seed is not None:
             self._head["seed"] = asked.seed
-        if asked.return_token_ids and len(job.answers) == asked.count:
-            self._head["prompt_token_ids"] = job.answers[0].request.prompt_ids
-        self._texts = [AnswerText(answer.request) for answer in job.answers]
-        self._num_sent = [0] * len(job.answers)
-        self._has_ended = [False] * len(job.answers)
+        if asked.return_token_ids and len(call.answers) == asked.count:
+            self._head["prompt_token_ids"] = call.answers[0].request.prompt_ids
+        self._texts = [AnswerText(answer.request) for answer in call.answers]
+        self._num_sent = [0] * len(call.answers)
+        self._has_ended = [False] * len(call.answers)
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer; all must have ended."""
         choices = []
-        for index, answer in enumerate(self._job.answers):
+        for index, answer in enumerate(self._call.answers):
             text = answer.request.text() or ""
             said = (
                 {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -252,7 +251,7 @@ class Writer:
     def news(self) -> list[bytes]:
         """Return the chunks for what came since the last call, the first and the last ones with what these bring."""
         chunks = list[bytes]()
-        for index, answer in enumerate(self._job.answers):
+        for index, answer in enumerate(self._call.answers):
             done, first = answer.finish_reason is not None, self._num_sent[index] == 0
             ids = answer.token_ids[self._num_sent[index] :]
             if self._has_ended[index] or not (ids or done):
@@ -265,7 +264,7 @@ class Writer:
                 chunks.append(self._chunk(index, {"content": text} if self._is_chat else text, ids=ids))
             if done:
                 chunks.append(self._chunk(index, {} if self._is_chat else "", reason=answer.finish_reason))
-        if self._job.is_done and self._asked.include_usage:
+        if self._call.is_done and self._asked.include_usage:
             chunks.append(self._join({"choices": [], "usage": self.usage()}))
         return chunks
 
@@ -289,7 +288,7 @@ class Writer:
 
     def usage(self) -> dict[str, Any]:
         """Count tokens as OpenAI does: the prompt of several answers once."""
-        requests = [answer.request for answer in self._job.answers]
+        requests = [answer.request for answer in self._call.answers]
         firsts = requests[:: self._asked.count]
         prompt, new = (sum(map(len, ids)) for ids in ([r.prompt_ids for r in firsts], [r.token_ids for r in requests]))
         accepted = sum(request.num_accepted for request in requests)

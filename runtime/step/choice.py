@@ -15,7 +15,6 @@ from ..tree import Trees
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_token, choose_tokens, find_fault, mark_seen
 from .kernels.slot_state import RECORD_HEAD, SlotState
-from .rules import CallRules
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class HostChoice:
 
     For logits processors that no kernel knows, and for CPUs, where choosing at every node would take longer than the
     draft. The rule is that of `choose_tokens`. ``running``: the request in each slot, whose tokens must be known up to
-    the root of its tree; ``rules`` of each slot.
+    the root of its tree; ``rules``: of each slot, with the numbers, as in `CallRules`.
     """
 
     running: Mapping[int, Request]
-    rules: Mapping[int, CallRules]
+    rules: Mapping[int, tuple[ChoiceRules, Tensor]]
 
     def choose(self, logits: Tensor, trees: Trees, out: Tensor) -> None:
         """Choose a token at every node that the walk from the root visits: int32 [batch, nodes], else -1.
@@ -40,18 +39,18 @@ class HostChoice:
         tokens, parents = trees.draft_tokens.tolist(), trees.parents.tolist()
         choices = torch.full((batch, nodes), -1, dtype=torch.int32)
         for place, slot in enumerate(slots):
-            state, rules, walked, node = self.running[slot], self.rules[slot], list[int](), 0
+            walked, node = list[int](), 0
             while node >= 0:
-                token = self._choose_one(logits[place * nodes + node], state, rules, walked)
+                token = self._choose_one(logits[place * nodes + node], slot, walked)
                 choices[place, node] = token
                 walked.append(token)
                 children = (n for n in range(nodes) if parents[slot][n] == node and tokens[slot][n] == token)
                 node = next(children, -1)
         out.copy_(choices)
 
-    def _choose_one(self, logits: Tensor, state: Request, rules: CallRules, walked: list[int]) -> int:
+    def _choose_one(self, logits: Tensor, slot: int, walked: list[int]) -> int:
         """Choose after the request's tokens and those that this walk has chosen."""
-        scores = logits.float()
+        state, (rules, numbers), scores = self.running[slot], self.rules[slot], logits.float()
         if state.process is not None:
             past = [*state.prompt_ids, *state.token_ids, *walked]
             scores = state.process(torch.tensor([past], device=logits.device), scores.clone()[None])[0]
@@ -59,7 +58,7 @@ class HostChoice:
             return fault
         number, keys = len(state.token_ids) + len(walked), state.keys
         key = int(keys[number]) if keys is not None and number < len(keys) else 0
-        return choose_token(scores.cpu() if rules.rules.sampled else scores, rules.rules, rules.numbers, key)
+        return choose_token(scores.cpu() if rules.sampled else scores, rules, numbers, key)
 
 
 class TokenChoice:

@@ -32,10 +32,8 @@ from .graphs import BUCKETS
 from .kernels.choice_kernels import ChoiceRules
 from .kernels.choose_tokens import no_distribution, token_bits
 from .kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
-from .plan import Plan
-from .rules import CallRules
+from .plan import CallRules, Plan, Source
 from .shapes import ShapeChooser, shapes_for
-from .source import Source
 
 
 @dataclass
@@ -73,7 +71,7 @@ class GenerationLoop:
         self.entering: deque[_Entering] = deque()
         self.running: dict[int, Request] = {}
         """By slot, from the last chunk of the prompt on; ``_rules`` of these and earlier ones, and their stages."""
-        self._rules: dict[int, CallRules] = {}
+        self._rules: dict[int, tuple[ChoiceRules, Tensor]] = {}
         self._stages: dict[int, int] = {}
         self.in_flight: deque[_Record] = deque()
         self._last: _Record | None = None
@@ -188,7 +186,7 @@ class GenerationLoop:
         entering, prompts = self.entering[0], self.decoder.prompts
         slot, request = entering.slot, entering.request
         stage = next(i for i, stages in enumerate(self.plan.stages) if stages.covers(entering.rules.rules))
-        self._rules[slot], self._stages[slot] = entering.rules, stage
+        self._rules[slot], self._stages[slot] = (entering.rules.rules, entering.rules.numbers), stage
         with self._phase("prefill"):
             chunks = entering.chunks = self._begin(entering) if entering.chunks is None else entering.chunks
             nodes = chunks.pop(0)

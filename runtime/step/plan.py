@@ -1,25 +1,146 @@
-"""The plan of a call, decided before it begins: rules of its choices, trees, slots, and partial verification."""
+"""The plan of a call, decided before it begins: rules of its choices, trees, slots, and partial verification.
+
+Also the `Source` that a generation loop takes its requests from: a list, or a server's queue.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
 from ..api.sampling import PENALTIES
 from ..errors import UnsupportedModelError, UsageError
-from ..settings import PartialVerification, TreeConfig
+from ..settings import PartialVerification, SamplingConfig, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
 from .decoders import Decoders
 from .graphs import bucket_of
-from .kernels.choice_kernels import ChoiceRules
-from .rules import CallRules
+from .kernels.choice_kernels import COLDEST, ChoiceRules
+from .kernels.choose_tokens import token_bits
 from .shapes import first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
+
+
+_BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
+"""Options whose processors the kernels know."""
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """Rules by which the requests of a call choose tokens.
+
+    On the device the kernels do all of it. On the host, ``host_reason`` saying why, ``Request.process`` applies the
+    processors, and ``rules`` are without their stages.
+    """
+
+    rules: ChoiceRules
+    numbers: Tensor
+    """float32 [6] on the CPU, as a slot's in `ChoiceState`."""
+    suppressed: Tensor | None = None
+    """Bits of suppressed ids, if there are any."""
+    host_reason: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        options: Mapping[str, Any],
+        sampling: SamplingConfig,
+        requests: Sequence[Request],
+        vocab_size: int,
+        device: torch.device,
+    ) -> CallRules:
+        """Read the rules of a call from joined options; all requests of a call have the same processors."""
+        names = {name for request in requests if request.process is not None for name in request.process.names}
+        # A bad word of one token is a suppressed one, unless it ends the answer, which transformers lets it.
+        words = [list(word) for word in options.get("bad_words_ids", ())] if "bad_words_ids" in names else []
+        if all(len(word) == 1 for word in words):
+            names = {"suppress_tokens" if name == "bad_words_ids" else name for name in names}
+        ends = {token for request in requests for token in request.eos_ids}
+        barred = {*options.get("suppress_tokens", ()), *(word[0] for word in words if word[0] not in ends)}
+        reason = f"the model is on {device}" if device.type != "cuda" else None
+        if reason is None and not names <= _BY_KERNELS:
+            reason = f"{min(names - _BY_KERNELS)} is applied on the host"
+        known = names if reason is None else set()
+        sampled = not sampling.is_greedy
+        rules = ChoiceRules(
+            sampled=sampled,
+            has_top_k=sampled and sampling.top_k > 0,
+            has_top_p=sampled and sampling.top_p < 1,
+            has_min_p=sampled and sampling.min_p > 0,
+            has_penalty="repetition_penalty" in known,
+            has_suppressed="suppress_tokens" in known,
+            has_minimum="min_new_tokens" in known,
+        )
+        numbers = (
+            0 if sampling.is_greedy else max(sampling.temperature, COLDEST.value),
+            sampling.top_k or vocab_size,
+            sampling.top_p,
+            sampling.min_p,
+            options.get("repetition_penalty", 1),
+            options.get("min_new_tokens", 0),
+        )
+        bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
+        return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
+
+
+class Source(Protocol):
+    """Requests for a loop, whose thread alone calls this."""
+
+    num_slots: int
+    """Most that run side by side."""
+    max_tokens: int
+    """Most tokens of a prompt and its answer."""
+    prompt_lengths: Sequence[int]
+    """Tokens of the prompts that are known before."""
+
+    def has_waiting(self) -> bool:
+        """Return whether there is a request to take."""
+        ...
+
+    def take(self, count: int) -> list[tuple[Request, CallRules]]:
+        """Take up to ``count`` requests, those first that came first."""
+        ...
+
+    def publish(self) -> None:
+        """Look at what requests have become: called where some have new tokens, or have ended."""
+        ...
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Take note that a request has failed; raises where all others are to fail with it."""
+        ...
+
+
+class RequestList:
+    """The requests of one call, by rules that are the same for all."""
+
+    def __init__(self, requests: Sequence[Request], rules: CallRules) -> None:
+        self._waiting, self._rules = deque(each for each in requests if each.finish_reason is None), rules
+        self.num_slots = len(self._waiting)
+        self.prompt_lengths: Sequence[int] = [len(each.prompt_ids) for each in self._waiting]
+        self.max_tokens = max((each.max_tokens for each in self._waiting), default=0)
+
+    def has_waiting(self) -> bool:
+        """See `Source`."""
+        return bool(self._waiting)
+
+    def take(self, count: int) -> list[tuple[Request, CallRules]]:
+        """See `Source`."""
+        return [(self._waiting.popleft(), self._rules) for _ in range(min(count, len(self._waiting)))]
+
+    def publish(self) -> None:
+        """See `Source`."""
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """See `Source`."""
+        raise error
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,8 @@ class ChoiceState(NamedTuple):
     """State that choices depend on, beside logits and trees; on one device."""
 
     numbers: Tensor
-    """float32 [slots, 6]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens.
-
-    At temperature 0 a slot is greedy in sampled steps too. The size of the vocabulary as top_k, 1 as top_p and as
-    penalty, and 0 as the others change nothing."""
+    """float32 [slots, 6]: temperature (0 is greedy, in sampled steps too), top_k, top_p, min_p, repetition_penalty,
+    min_new_tokens. The vocabulary's size, 1, 0, 1 and 0 change nothing."""
     keys: Tensor
     """int64 [slots, stream]: number i is the key of the noise that chooses new token i of the slot's request."""
     num_generated: Tensor
@@ -107,10 +105,7 @@ class ChoiceScratch(NamedTuple):
 
 @dataclass(frozen=True)
 class ChoiceRules:
-    """Stages that run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values.
-
-    A stage more changes no token of a slot whose numbers leave it without effect.
-    """
+    """Stages that run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values."""
 
     sampled: bool = False
     """Otherwise greedy, and the next three are without effect."""
@@ -123,7 +118,7 @@ class ChoiceRules:
     has_minimum: bool = False
 
     def covers(self, other: ChoiceRules) -> bool:
-        """Return whether these are all stages of ``other``, or more."""
+        """Return whether these are all stages of ``other``, or more: those change no token with neutral numbers."""
         return all(has or not needed for has, needed in zip(astuple(self), astuple(other), strict=True))
 
 
@@ -298,8 +293,8 @@ def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
     token = -1
     if row // SHAPE.nodes < tl.load(trees.active_count):
         tile = tl.arange(0, SHAPE.block_tiles)
-        mask = tile < SHAPE.tiles
-        best = tl.load(scratch.best_score + row * SHAPE.tiles + tile, mask=mask, other=float("-inf"))
+        place = scratch.best_score + row * SHAPE.tiles + tile
+        best = tl.load(place, mask=tile < SHAPE.tiles, other=float("-inf"))
         token = or_fault(lowest_best(scratch, row, best, SHAPE), best)
     tl.store(out_ptr + row, token)
 
@@ -377,9 +372,8 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
             marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
             best = tl.minimum(best, tl.min(marks, axis=0))
     scores = tl.load(scratch.best_score + at.row * SHAPE.tiles + tiles, mask=mask, other=float("-inf"))
-    token = (best & 0xFFFFFFFF).to(tl.int32)
-    if load_number(at, state, TEMPERATURE) == 0:
-        token = lowest_best(scratch, at.row, scores, SHAPE)
+    is_greedy = load_number(at, state, TEMPERATURE) == 0
+    token = tl.where(is_greedy, lowest_best(scratch, at.row, scores, SHAPE), (best & 0xFFFFFFFF).to(tl.int32))
     tl.store(out_ptr + at.row, or_fault(token, scores))
 
 

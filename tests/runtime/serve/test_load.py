@@ -10,6 +10,7 @@ from functools import partial
 import openai
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.serve.app import ServeOptions
 from eagle_slim.runtime.step import prefill
 from support.served import MixedCall, Served, mixed_calls, serving, wait_for
 from support.tiny_models import write_pair
@@ -63,3 +64,12 @@ def compare_under_load(calls: Sequence[MixedCall], model: SpeculativeModel, serv
 @pytest.mark.parametrize("number", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_answers_under_load_are_those_alone(number: int, model: SpeculativeModel, served: Served) -> None:
     compare_under_load(mixed_calls(number, 300), model, served, leaves=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_answers_under_load_on_a_gpu(number: int) -> None:
+    """The built-in model in bfloat16, whose rows are exact; steps choose their trees, and prompts have two chunks."""
+    model = SpeculativeModel.from_pretrained(dtype="bfloat16", device="cuda", max_model_len=1900)
+    with serving(lambda: model, ServeOptions(max_slots=16)) as served:
+        compare_under_load(mixed_calls(number, 40000, longest=900), model, served, leaves=0.1)

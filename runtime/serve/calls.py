@@ -1,11 +1,16 @@
-"""Refusals and faults of a server, in OpenAI's form."""
+"""Calls of clients as the event loop knows them, to which alone they belong; refusals in OpenAI's form."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
+from ..api.request import FinishReason, Request
 from ..errors import PromptError, UsageError
 
 
@@ -37,3 +42,39 @@ def refusal_of(error: BaseException) -> RefusedError:
         return RefusedError(str(getattr(error, "detail", error)), status)
     text = str(error) if isinstance(error, EagleSlimError) else f"{type(error).__name__} in the server"
     return RefusedError(text, 500)
+
+
+@dataclass(eq=False)
+class ServedAnswer:
+    """One answer of a call, as far as the event loop has been told."""
+
+    request: Request
+    call: ServedCall
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    told_at: float = 0.0
+
+
+class ServedCall:
+    """A client's call; ``is_streamed``: whether news wake it, or its end alone."""
+
+    def __init__(self, requests: Sequence[Request], is_streamed: bool) -> None:
+        self.answers = [ServedAnswer(request, self) for request in requests]
+        self.is_streamed = is_streamed
+        self.began = time.perf_counter()
+        self.first_token_s: float | None = None
+        self.changed = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def error(self) -> Exception | None:
+        """Cause of an answer that ended before it was whole."""
+        ended = {answer.finish_reason: answer.error for answer in self.answers}
+        if "cancelled" in ended:
+            return RefusedError("The server ends.", 503)
+        return ended.get("fault")
