@@ -31,7 +31,7 @@ from .fp8 import Fp8Linear
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
-from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
+from .known import Choice, choose_forward, family_of, unfit_reason
 from .shared_copy import SharedCopy
 from .watch import Watch
 
@@ -39,15 +39,8 @@ _ATTENDING = {"attention", "full_attention", "sliding_attention"}
 """Types of layers that attend by softmax and keep nothing else."""
 _PROMPT_ADAPTERS = {"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "SUPERTUNING", "XLORA"}
 """peft's adapters whose effect on a token depends on other tokens of a forward, or on an argument of ``generate``."""
-_RECURRENT_MARKS = (
-    "ssm_cfg",
-    "state_size",
-    "mamba_d_state",
-    "mamba_d_conv",
-    "conv_L_cache",
-    "rescale_every",
-    "lru_width",
-)
+_RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "rescale_every", "lru_width")
+"""Settings of models that keep a recurrent state."""
 _LOCKS: WeakKeyDictionary[nn.Module, tuple[threading.RLock, threading.Lock]] = WeakKeyDictionary()
 """Two locks a target, shared by all who wrap it: one that other threads wait for, one that marks a running call."""
 _LOCKS_LOCK = threading.Lock()
@@ -192,14 +185,11 @@ class TargetModel(Target):
                 )
             return Choice("fused", getattr(self.model, "fp8_note", "weights in FP8"))
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
-        could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and is_of_a_known_family(self.model)
+        could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and family_of(self.model)
         if could_be and backend.name != "fused" and backend.reason not in self._warned:
             self._warned.add(backend.reason)
-            warnings.warn(
-                f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}.",
-                SpeedWarning,
-                stacklevel=2,
-            )
+            message = f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}."
+            warnings.warn(message, SpeedWarning, stacklevel=2)
         return backend
 
     @property
@@ -448,7 +438,7 @@ def _problems(model: Any) -> Iterator[str]:
     # A configuration of attention layers alone, as some Granite 4.0 models have, in a class for hybrid ones.
     attends = bool(types) and types <= _ATTENDING
     attends = attends and not any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
-    has_marks = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
+    has_marks = any(getattr(text, mark, None) is not None for mark in _RECURRENT)
     if not attends and (has_marks or is_recurrent(model)):
         yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
