@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -43,18 +42,6 @@ def _tree(text: str) -> TreeConfig | None:
 
 def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
     return tuple(dict.fromkeys(map(_tree, texts))) or None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    every_s = 0.1 if sys.stderr.isatty() else 30.0
-    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
-
-        def move(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield move
 
 
 @click.command(
@@ -148,7 +135,13 @@ def compare(
     from .run import compare as run_comparison
 
     models = load_heads(options)
-    with _progress() as move:
+    every_s = 0.1 if sys.stderr.isatty() else 30.0
+    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
         result = run_comparison(models, prompts, asked, progress=move)
     warn(map(str, result.omissions))
     try:

@@ -200,12 +200,8 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
     """
     config, dtype, device = head.config, target.dtype, target.device
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
-    apart = {"embed_tokens.weight", "lm_head.weight"}
-    tensors = {
-        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
-        for name in head.tensors
-        if name not in apart
-    }
+    names = [name for name in head.tensors if name not in ("embed_tokens.weight", "lm_head.weight")]
+    tensors = {name.removeprefix(prefix): head.tensors.get(name).to(device, dtype) for name in names}
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
         del tensors["self_attn.o_proj.bias"]

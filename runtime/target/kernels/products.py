@@ -432,13 +432,8 @@ def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> 
     if not tiles.tma:
         return x, source, x, source, scales
     tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
-    return (
-        x,
-        source,
-        TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
-        TensorDescriptor.from_tensor(source, tile),
-        scales,
-    )
+    copied = TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k])
+    return x, source, copied, TensorDescriptor.from_tensor(source, tile), scales
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
