@@ -60,9 +60,6 @@ def generate(
     raw: bool,
     check: bool,
     as_json: bool,
-    depth: int,
-    draft_top_k: int,
-    total_tokens: int | None,
     draft_vocab: int | None,
     **options: Any,
 ) -> None:
@@ -81,7 +78,8 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    (model,) = load_heads(options, tree=TreeConfig.of(depth, draft_top_k, total_tokens), draft_vocab=draft_vocab)
+    depth, top_k, total_tokens = (options.pop(name) for name in ("depth", "draft_top_k", "total_tokens"))
+    (model,) = load_heads(options, tree=TreeConfig.of(depth, top_k, total_tokens), draft_vocab=draft_vocab)
     # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
     if total_tokens is None and not (check and model.target.device.type == "cuda"):
         model = model.with_tree(None)

@@ -41,6 +41,7 @@ LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
 
+Variants = Mapping[str, LaunchParams]
 Measure = Callable[[DrafterConfig, LaunchParams, LaunchParams], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
 
@@ -60,7 +61,7 @@ class Trial:
         return 0.0 if self.fault else 1 - self.us / self.derived_us
 
 
-def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
+def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> Variants:
     """Return variants over the same layout, each with one change that fits, most promising first."""
 
     def fits(name: str, tile: Tile) -> bool:
@@ -87,18 +88,14 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 def trials_of(
     cfg: DrafterConfig, chip: Chip, layout: StoredLayout, num_variants: int | None = None
-) -> tuple[LaunchParams, dict[str, LaunchParams]]:
+) -> tuple[LaunchParams, Variants]:
     """Return the derived parameters over a layout, and the first ``num_variants`` variants by name."""
     derived = choose_launch(cfg, chip, layout)
     return derived, dict(islice(variants(derived, cfg, chip).items(), num_variants))
 
 
 def tune(
-    cfg: DrafterConfig,
-    derived: LaunchParams,
-    tried: Mapping[str, LaunchParams],
-    measure: Measure,
-    left: Callable[[], float],
+    cfg: DrafterConfig, derived: LaunchParams, tried: Variants, measure: Measure, left: Callable[[], float]
 ) -> tuple[LaunchParams, list[Trial]]:
     """Choose the derived parameters or one of the ``tried``; the best so far when no time (seconds) is ``left``."""
     trials: list[Trial] = []
@@ -171,8 +168,7 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
     of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
     if not of_chip:
         raise UsageError(
-            f"{path} holds no shape recorded on {chip.name} ({len(recorded)} of other GPUs). Record with "
-            "EAGLE_SLIM_SHAPES on the GPU that is tuned."
+            f"{path} holds no shape of {chip.name} ({len(recorded)} of others). Record with EAGLE_SLIM_SHAPES here."
         )
     of_key, of_head = Counter[str](), Counter[str]()
     for cfg, launches in of_chip:

@@ -135,8 +135,7 @@ def join_options(
     for name in _ON_GREEDY:
         if not _asks_nothing(name, getattr(target_config, name, None)):
             raise UsageError(
-                f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
-                f"without it.{_PROCESSORS}"
+                f"The target's own generation_config asks for {name}, which is not served; set it to None.{_PROCESSORS}"
             )
     known = vars(GenerationConfig())
     joined = {name: getattr(target_config, name, None) for name in (*PENALTIES, "stop_strings")}
@@ -252,8 +251,7 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     length = read_count("max_length", options["max_length"], 0)
     if length < prompt_length:
         raise UsageError(
-            f"max_length = {length} counts prompt and answer together, and the prompt alone has {prompt_length} "
-            "tokens. Give max_new_tokens to limit the answer alone."
+            f"max_length = {length} counts the prompt's {prompt_length} tokens, too. Give max_new_tokens in its place."
         )
     return length - prompt_length
 

@@ -105,16 +105,7 @@ Examples:
 @force_option
 @json_option
 @version_option
-def compare(
-    prompt_file: str,
-    limit: int | None,
-    temperature: float,
-    seed: int,
-    out: str | None,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> int:
+def compare(prompt_file: str, limit: int | None, out: str | None, force: bool, as_json: bool, **options: Any) -> int:
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
     HEAD is a folder or a Hugging Face Hub repository: converted, so that its manifest ranks its rows, or unconverted
@@ -123,10 +114,9 @@ def compare(
     the sizes apart. Ctrl-C ends the comparison and writes what there is.
     """
     show_warnings_as_lines()
-    asked = CompareOptions(
-        **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},
-        sampling=SamplingConfig(temperature, seed=seed),
-    )
+    sampling = SamplingConfig(options.pop("temperature"), seed=options.pop("seed"))
+    given = {field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options}
+    asked = CompareOptions(**given, sampling=sampling)
     # Check what needs no model before one is loaded.
     prompts = load_prompts(prompt_file, limit)
     if out is not None:

@@ -54,9 +54,7 @@ class CompareOptions:
             if min(value if isinstance(value, Sequence) else (value,)) < least:
                 raise misfit(name, f"at least {least}", value)
         if "sampled" in self.modes and self.sampling.is_greedy:
-            raise UsageError(
-                'The mode "sampled" needs a temperature above 0. Leave it out of the modes to compare greedy decoding.'
-            )
+            raise UsageError('The mode "sampled" needs a temperature above 0. Leave it out to compare greedy decoding.')
 
     def generation(self, mode: str) -> Mapping[str, Any]:
         """Return the arguments of `SpeculativeModel.generate` that choose tokens as a mode does."""

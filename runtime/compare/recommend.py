@@ -11,9 +11,10 @@ from .statistics import ENOUGH_PROMPTS, Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
+Rows = Sequence[ComparisonRow]
 
 
-def recommend(rows: Sequence[ComparisonRow]) -> list[Advice]:
+def recommend(rows: Rows) -> list[Advice]:
     """Advise for each mode and batch; the rows of each stand together, plain decoding first."""
     groups = groupby((row for row in rows if row.category == ALL), key=lambda row: (row.mode, row.batch))
     return [_advise(mode, batch, *group) for (mode, batch), group in groups]
@@ -73,17 +74,12 @@ def _beats(speedup: Estimate | None) -> bool | None:
 
 
 def _reasons(
-    chosen: ComparisonRow,
-    best: ComparisonRow,
-    close: Sequence[ComparisonRow],
-    measured: Sequence[ComparisonRow],
-    others: Mapping[str, Estimate],
+    chosen: ComparisonRow, best: ComparisonRow, close: Rows, measured: Rows, others: Mapping[str, Estimate]
 ) -> list[str]:
     figures = chosen.measured
     assert figures is not None
-    draft, verify, host, step = (
-        f"{each * 1e3:.1f}" for each in (figures.draft_s, figures.verify_s, figures.host_s, figures.step_s)
-    )
+    phases = figures.draft_s, figures.verify_s, figures.host_s, figures.step_s
+    draft, verify, host, step = (f"{each * 1e3:.1f}" for each in phases)
     reasons = [
         f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
         f"{verify}, host {host}) = {chosen.tokens_per_s:.1f} tokens/s."

@@ -171,10 +171,7 @@ def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
 
 
 def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> LaunchParams:
-    """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
-
-    ``layout`` is what the head is packed in, by default `choose_layout`'s. Raises `DrafterError` as that does.
-    """
+    """Derive parameters over a layout (`choose_layout`'s): tiles of about 32 KB, at most 5 stages. Raises as that."""
     layout = choose_layout(cfg, chip) if layout is None else layout
     owned = _owned_rows(cfg, layout.split, layout.num_programs)
     chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}

@@ -198,10 +198,7 @@ def bias_layout(cfg: DrafterConfig) -> PerMatrix:
 @explain_fields
 @dataclass(frozen=True)
 class Weights:
-    """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
-
-    Raises `UsageError` for the packed weights of another head.
-    """
+    """A head as tensors for the reference, and packed for the kernel; `UsageError` for packed weights of another."""
 
     head: HeadWeights
     packed: PackedHead | None = None

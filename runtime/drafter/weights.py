@@ -188,16 +188,12 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
     missing = np.setdiff1d(ids, available)
     if missing.size:
         raise UsageError(
-            f"draft_vocab: {missing.size} ids are not among the {len(available)} the head can draft "
-            f"(first: {missing[0]}). Rank among the head's own ids."
+            f"draft_vocab: {missing.size} ids, such as {missing[0]}, are not the head's {len(available)}. Rank those."
         )
 
 
 def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> HeadWeights:
-    """Load a head's tensors in a target's dtype and device, after `check_computable` and `check_pairing`.
-
-    ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
-    """
+    """Load a head's tensors in a target's dtype and device; ``draft_ids`` int64 [draft_vocab]: ascending, its own."""
     config, dtype, device = head.config, target.dtype, target.device
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
     names = [name for name in head.tensors if name not in ("embed_tokens.weight", "lm_head.weight")]
@@ -268,8 +264,7 @@ def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(target.device, target.dtype)
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
-            f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}. Load the "
-            "target with an LM head of a floating-point type."
+            f"{head.location} drafts with the target's LM head, in {target.lm_head.dtype}: load it in a float type."
         )
     rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(target.device, target.dtype)

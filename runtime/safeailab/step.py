@@ -97,8 +97,7 @@ class StepPatch:
         def loop(*args: Any, **options: Any) -> Any:
             if args[0].ea_layer is not self.layer_patch.layer:
                 raise UsageError(
-                    "The model's ea_layer was replaced after it was patched. Put the old one back, unpatch, replace "
-                    "it, and patch again."
+                    "The model's ea_layer was replaced after it was patched: put the old one back, unpatch, and patch."
                 )
             if self._watch.has_changed():
                 self._take_base_model()
@@ -234,6 +233,5 @@ def _check_loop(model_class: type, name: str) -> None:
     if missing:
         raise UnsupportedModelError(
             f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. docs/upstream.md names "
-            "the versions of SafeAILab's EAGLE that are known to work; patch_ea_model_with_triton_drafter replaces "
-            "the drafter alone."
+            "versions that are known to work; patch_ea_model_with_triton_drafter replaces the drafter alone."
         )

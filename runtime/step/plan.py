@@ -169,10 +169,7 @@ def plan_call(
 def describe(
     plan: Plan, target: TargetModel, decoders: Decoders, drafting: str, steps: Mapping[TreeConfig | None, int]
 ) -> str:
-    """Describe what ran, with the reasons: `GenerationStats.path`.
-
-    ``drafting``: the drafter in words; ``steps`` that each shape had, where they chose it.
-    """
+    """Describe what ran, with the reasons; ``steps``: those of each shape, where they chose it."""
     how = "steps from CUDA graphs"
     if not decoders.has_graphs:
         how = f"eager steps ({decoders.eager_reason})"
@@ -195,10 +192,7 @@ def _words(shape: TreeConfig | None) -> str:
 def _choose_shapes(
     target: TargetModel, decoders: Decoders, slots: int, fixed_for: str | None
 ) -> tuple[tuple[TreeConfig | None, ...], str]:
-    """Choose the shapes of a call, the first step's first, and say why.
-
-    ``fixed_for``: why steps cannot choose, if something of the call forbids it.
-    """
+    """Choose the shapes of a call, the first step's first, and say why; ``fixed_for``: why steps cannot choose."""
     shapes, tree = shapes_up_to(decoders.tree), decoders.tree
     if target.device.type == "cpu":
         fixed_for = "on a CPU plain decoding (speculative=False) is often faster"
@@ -223,8 +217,7 @@ def _choose_partial(
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
     if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):
         raise UsageError(
-            'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
-            'host. Leave these out, or take "exact".'
+            'partial_verification="lossy" leaves out logits processors that run on the host. Give none, or "exact".'
         )
     if tree is None:
         return None, "every pass is full (plain decoding)"

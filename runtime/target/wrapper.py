@@ -117,8 +117,7 @@ class TargetModel(Target):
             # Other threads wait above, so whoever holds it is this one.
             if own.locked():
                 raise UsageError(
-                    "generate() was called while it is running, by its streamer, a criterion or a logits processor. "
-                    "Let that answer end first."
+                    "generate() was called within a call, by a streamer, a criterion or a processor. Let it end first."
                 )
             with own:
                 yield
@@ -137,9 +136,8 @@ class TargetModel(Target):
         for layer in self.tap_layers or ():
             if not 0 <= layer <= len(self.layers):
                 raise PairingError(
-                    f"The head taps the input of decoder layer {layer}, but {type(self.model).__name__} has layers 0 "
-                    f"to {len(self.layers) - 1}. The head was trained for another target; tap layers: "
-                    f"{self.tap_layers}."
+                    f"The head taps the inputs of layers {self.tap_layers}, but {type(self.model).__name__} has decoder "
+                    f"layers 0 to {len(self.layers) - 1}. The head was trained for another target."
                 )
         # What the drafter's weights and buffers were made for.
         sizes = {
@@ -491,6 +489,6 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     found = next((layers for layers in lists if len(layers) == count), None)
     if found is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: no list of {count} decoder layers was found to read features from."
+            f"{type(model).__name__} has no list of {count} decoder layers to read features from."
         )
     return found

@@ -219,10 +219,7 @@ def _level_range(level: int, top_k: int) -> slice:
 def _read_frontier(
     drafted: Candidates, level: int, top_k: int, exact_ties: bool, errors: _Errors
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nodes that a level expands: candidate index, index in the level before, and score, [active, top_k].
-
-    Raises `_NotReplayableError` for parents that are not among them.
-    """
+    """Return the nodes that a level expands, [active, top_k]: candidate index, index in the level before, and score."""
     before = _level_range(level - 1, top_k)
     parents = drafted.parents[:, _level_range(level, top_k)].unflatten(1, (top_k, top_k))
     previous, expanded = drafted.scores[:, before], parents[..., 0]
@@ -242,10 +239,7 @@ def _read_frontier(
 def _check_children(
     logits: Tensor, head: HeadWeights, drafted: Candidates, level: int, top_k: int, base: Tensor, errors: _Errors
 ) -> None:
-    """Check a level's candidates against ``logits`` [active, width, draft_vocab]; ``base``: scores of their parents.
-
-    Raises `_NotReplayableError` for tokens outside the draft vocabulary.
-    """
+    """Check a level's candidates against ``logits`` [active, width, draft_vocab]; ``base``: scores of their parents."""
     children = (logits.shape[1], top_k)
     tokens, scores = (
         each[:, _level_range(level, top_k)].unflatten(1, children) for each in (drafted.tokens, drafted.scores)
