@@ -136,7 +136,7 @@ class TargetModel(Target):
         for layer in self.tap_layers or ():
             if not 0 <= layer <= len(self.layers):
                 raise PairingError(
-                    f"The head taps the inputs of layers {self.tap_layers}, but {type(self.model).__name__} has decoder "
+                    f"The head taps the inputs of decoder layers {self.tap_layers}; {type(self.model).__name__} has "
                     f"layers 0 to {len(self.layers) - 1}. The head was trained for another target."
                 )
         # What the drafter's weights and buffers were made for.
