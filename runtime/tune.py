@@ -170,14 +170,13 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
         raise UsageError(
             f"{path} holds no shape of {chip.name} ({len(recorded)} of others). Record with EAGLE_SLIM_SHAPES here."
         )
-    of_key, of_head = Counter[str](), Counter[str]()
+    counts = Counter[str]()
     for cfg, launches in of_chip:
-        of_key[cache_key(cfg, chip)] += launches
-        of_head[layout_key(cfg, chip)] += launches
+        counts.update({layout_key(cfg, chip): launches, cache_key(cfg, chip): launches})
 
     def order(item: tuple[DrafterConfig, int]) -> tuple[int, str, int, int]:
         (cfg, launches), head = item, layout_key(item[0], chip)
-        return -of_head[head], head, -of_key[cache_key(cfg, chip)], -launches
+        return -counts[head], head, -counts[cache_key(cfg, chip)], -launches
 
     wanted: dict[str, tuple[Dims, DrafterConfig]] = {}
     for cfg, _ in sorted(of_chip, key=order):

@@ -88,19 +88,15 @@ class CallRules:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions on how one call runs."""
+    """Decisions on how one call runs; ``reason``: why these shapes."""
 
     rules: CallRules
     shapes: tuple[TreeConfig | None, ...]
     """Trees that its steps may have, the first step's first; None decodes plainly."""
     reason: str
-    """Why these shapes."""
     max_slots: int
-    """Most sequences side by side."""
     time_phases: bool
-    """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
-    """Whether rows that slots hold of earlier calls are reused (`KeptRows`)."""
     partial: PartialVerification | None
     """Sizes of partial verification (`partial`); None where every pass is full."""
     full_reason: str

@@ -75,7 +75,7 @@ def unfit_reason(model: nn.Module) -> str | None:
 
     For models that `wrapper.check_supported` passes.
     """
-    return next(chain(_unfit_parts(model), unfit_calls(model), _unfit_rotary(model)), None)
+    return next(_unfit(model), None)
 
 
 def unfit_head_dim(head_dim: int) -> str | None:
@@ -83,8 +83,8 @@ def unfit_head_dim(head_dim: int) -> str | None:
     return f"its head_dim is {head_dim}" if head_dim % 2 or head_dim > 256 else None
 
 
-def _unfit_parts(model: Any) -> Iterator[str]:
-    """Say where a model differs from a new one of its configuration; what follows the first answer may be wrong."""
+def _unfit(model: Any) -> Iterator[str]:
+    """Say where a model differs from a new one of its configuration; each answer needs that none came before it."""
     config, family = model.config, str(family_of(model))
     if type(model).__name__ != f"{family}ForCausalLM":
         yield f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
@@ -110,6 +110,18 @@ def _unfit_parts(model: Any) -> Iterator[str]:
     for fact, found in _facts(model).items():
         if wanted.get(fact, found) != found:
             yield f"{fact} {found}, and its configuration gives {wanted[fact]}"
+    yield from unfit_calls(model)
+    rotary = model.model.rotary_emb
+    kind = getattr(rotary, "rope_type", "default")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        yield f"{kind} RoPE changes its frequencies with the length"
+    with torch.device("cpu"):
+        expected = type(rotary)(config=config)
+    found = rotary.inv_freq.detach().cpu()
+    if not torch.allclose(found.float(), expected.inv_freq.to(found.dtype).float(), rtol=1e-5, atol=0):
+        yield "model.rotary_emb.inv_freq is not that of its configuration"
+    if rotary.attention_scaling != expected.attention_scaling or kind != getattr(expected, "rope_type", kind):
+        yield "model.rotary_emb is not that of its configuration"
 
 
 def _facts(model: Any) -> dict[str, Any]:
@@ -175,21 +187,6 @@ def _is_own(kind: type, name: str) -> bool:
     owner = next(each for each in kind.__mro__ if name in vars(each))
     function = inspect.unwrap(getattr(kind, name), stop=lambda each: not is_of_a_library(each))
     return isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[owner.__module__])
-
-
-def _unfit_rotary(model: Any) -> Iterator[str]:
-    """Say why a model's rotary embedding is not that of its configuration."""
-    rotary = model.model.rotary_emb
-    kind = getattr(rotary, "rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        yield f"{kind} RoPE changes its frequencies with the length"
-    with torch.device("cpu"):
-        expected = type(rotary)(config=model.config)
-    found = rotary.inv_freq.detach().cpu()
-    if not torch.allclose(found.float(), expected.inv_freq.to(found.dtype).float(), rtol=1e-5, atol=0):
-        yield "model.rotary_emb.inv_freq is not that of its configuration"
-    if rotary.attention_scaling != expected.attention_scaling or kind != getattr(expected, "rope_type", kind):
-        yield "model.rotary_emb is not that of its configuration"
 
 
 def is_of_a_library(function: Any) -> bool:

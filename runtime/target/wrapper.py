@@ -58,7 +58,6 @@ class TargetModel(Target):
     """
 
     layers: nn.ModuleList
-    """The decoder layers."""
     backend: Choice
     """The forward that generation uses, and why."""
 
