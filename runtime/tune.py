@@ -168,7 +168,7 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
     of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
     if not of_chip:
         raise UsageError(
-            f"{path} holds no shape of {chip.name} ({len(recorded)} of others). Record with EAGLE_SLIM_SHAPES here."
+            f"{path} holds no shape of {chip.name} ({len(recorded)} of other GPUs). Use EAGLE_SLIM_SHAPES here."
         )
     counts = Counter[str]()
     for cfg, launches in of_chip:
