@@ -11,6 +11,7 @@ values. A head has one stored layout for all slots, trees and vocabularies: the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -128,7 +129,7 @@ class GraphTimer:
 
     def __init__(self, dims: Dims, device: torch.device, rounds: int) -> None:
         self.dims, self.device, self.rounds = dims, device, rounds
-        self._head: HeadWeights | None = None
+        self._head = functools.cache(functools.partial(random_head, dims, device))
         self._packed: tuple[object, HeadWeights, PackedHead] | None = None
         self._derived: tuple[DrafterConfig, LaunchParams, Callable[[], object]] | None = None
 
@@ -151,12 +152,10 @@ class GraphTimer:
 
     def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
         """Return the head in one layout, packed once for all parameters over it."""
-        if self._head is None:
-            self._head = random_head(self.dims, self.device, cfg.dtype)
         key, launches = (params.layout, cfg.draft_vocab, cfg.weight_dtype), always(params)
         if self._packed is None or self._packed[0] != key:
             self._packed = None  # before the next one, so that there is room
-            head = self._head.of_rows(slice(cfg.draft_vocab))
+            head = self._head(cfg.dtype).of_rows(slice(cfg.draft_vocab))
             self._packed = (key, head, pack_head(head, cfg, launches))
         _, head, packed = self._packed
         return Weights(head, replace(packed, launches=launches))

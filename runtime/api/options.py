@@ -200,11 +200,8 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
         return replace(sampling, seed=int(torch.randint(2**63 - 1, ()))) if seed is None else sampling
     ignored = [f"{name}={value}" for name, value in given.items() if value not in _WITHOUT_WARNING[name]]
     if ignored:
-        warnings.warn(
-            f"Decoding is greedy: {', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample.",
-            SamplingWarning,
-            stacklevel=4,
-        )
+        message = f"{', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample."
+        warnings.warn(f"Decoding is greedy: {message}", SamplingWarning, stacklevel=4)
     return SamplingConfig(seed=sampling.seed)
 
 

@@ -29,11 +29,8 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
         return Advice(mode, batch, f"{where}: no step was measured.", plain.label, 0, False, (), None, reasons)
     best = max(measured, key=lambda row: row.tokens_per_s)
     figures, comparisons = {row.label: row.measured for row in measured if row.measured}, max(1, len(measured) - 1)
-    others = {
-        label: ratio(each, figures[best.label], best.num_prompts, comparisons)
-        for label, each in figures.items()
-        if label != best.label
-    }
+    fastest = figures.pop(best.label)
+    others = {label: ratio(each, fastest, best.num_prompts, comparisons) for label, each in figures.items()}
     slower = {label for label, speed in others.items() if speed.high < 1 and speed.value < 1 - _MARGIN}
     close = [row for row in measured if row.label not in slower]
     chosen = min(close, key=lambda row: (row.candidate.draft_bytes, -row.tokens_per_s))
@@ -43,17 +40,10 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
     advised = plain if beats is False else chosen
     speeds = [speed for label, speed in others.items() if label not in slower]
     are_as_fast = all(speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN for speed in speeds)
-    return Advice(
-        mode,
-        batch,
-        f"{where}: {_headline(chosen, beats)}",
-        advised.label,
-        advised.candidate.draft_vocab,
-        beats is False or (are_as_fast and best.num_prompts >= ENOUGH_PROMPTS),
-        tuple(row.label for row in close),
-        beats,
-        (*_reasons(chosen, best, close, measured, others), *failed),
-    )
+    is_decided = beats is False or (are_as_fast and best.num_prompts >= ENOUGH_PROMPTS)
+    headline, size = f"{where}: {_headline(chosen, beats)}", advised.candidate.draft_vocab
+    as_fast, reasons = tuple(row.label for row in close), (*_reasons(chosen, best, close, measured, others), *failed)
+    return Advice(mode, batch, headline, advised.label, size, is_decided, as_fast, beats, reasons)
 
 
 def _headline(chosen: ComparisonRow, beats: bool | None) -> str:

@@ -148,9 +148,8 @@ class Measurement:
         for batch, candidate in product(self.options.batches, self.candidates):
             try:
                 # Keep one-off work (allocation, packing) out of the first prompt's times.
-                candidate.model.generate(
-                    [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
-                )
+                model, drafts = candidate.model, not candidate.is_plain
+                model.generate([hello] * batch, max_new_tokens=2, max_slots=batch, speculative=drafts)
             except Exception:
                 # It fails again when it is asked, unless nothing is left that could be compared.
                 failed[candidate.is_plain] += 1

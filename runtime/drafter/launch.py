@@ -51,15 +51,12 @@ Taps = Tensor | Sequence[Tensor]
 DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
 """Drafts as `reference.draft_ref` does: from features [slots, new, feature_width], a head and the inputs of buffers,
 trees of the active slots into the outputs of these buffers."""
+Backend = str | DraftFunction
 
 
 @explain_unknown({})
 def launch_drafter(
-    cfg: DrafterConfig,
-    X: Taps | Mapping[str, Tensor],
-    weights: Weights,
-    bufs: Buffers,
-    backend: str | DraftFunction = "triton",
+    cfg: DrafterConfig, X: Taps | Mapping[str, Tensor], weights: Weights, bufs: Buffers, backend: Backend = "triton"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draft the trees of all active slots.
 
@@ -93,7 +90,7 @@ def launch_drafter(
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
 
 
-def run_draft(cfg: DrafterConfig, X: Taps, weights: Weights, bufs: Buffers, backend: str | DraftFunction) -> None:
+def run_draft(cfg: DrafterConfig, X: Taps, weights: Weights, bufs: Buffers, backend: Backend) -> None:
     """Draft as `launch_drafter` does, without its checks."""
     if backend == "triton":
         assert weights.packed is not None
@@ -175,11 +172,9 @@ def write_pairs(
 ) -> None:
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
 
-    A head has one layer, so a pair's key depends on the pair alone.
-
-    ``features`` [pairs, feature_width] of the head's type; ``tokens`` [pairs] the token after each;
-    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
-    Waits for nothing with kernels.
+    A head has one layer, so a pair's key depends on the pair alone. ``features`` [pairs, feature_width] of the head's
+    type; ``tokens`` [pairs] the token after each; ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the
+    cache, -1 for none; ``slots`` int32 [1]. Waits for nothing with kernels.
     """
     ops, w, hidden = Ops.for_device(head.device), head.tensors, head.hidden
     embedded = torch.index_select(head.embedding, 0, tokens)
@@ -345,9 +340,8 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
         tap = width // 3
         return features, (tap, 2 * tap)
     first, second, third = features
-    element = first.element_size()
-    distances = [tap.data_ptr() - first.data_ptr() for tap in (second, third)]
-    return first, (distances[0] // element, distances[1] // element)
+    one, two = ((tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (second, third))
+    return first, (one, two)
 
 
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:

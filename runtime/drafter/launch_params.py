@@ -92,12 +92,9 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    return Chip(
-        properties.name,
-        properties.major * 10 + properties.minor,
-        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
-        properties.multi_processor_count,
-    )
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+    capability = properties.major * 10 + properties.minor
+    return Chip(properties.name, capability, shared_bytes, properties.multi_processor_count)
 
 
 def matrix_shapes(cfg: DrafterConfig) -> dict[str, tuple[int, int]]:

@@ -247,12 +247,8 @@ def _choose_embedding(head: DraftHead, target: TargetModel) -> Tensor:
 def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
     damaged = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if damaged:
-        warnings.warn(
-            f"Head {head.location} holds NaN or infinity in {', '.join(damaged)}. The output stays exact, but hardly "
-            "any draft will be accepted: get the head again.",
-            HeadWarning,
-            stacklevel=4,
-        )
+        what = f"Head {head.location} holds NaN or infinity in {', '.join(damaged)}: hardly any draft will be accepted"
+        warnings.warn(f"{what}, and the output stays exact. Get the head again.", HeadWarning, stacklevel=4)
 
 
 def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> Tensor:

@@ -132,9 +132,6 @@ def open_head(
         name = EMBEDDED_TARGET_REPO if "wheel" in target else target.get("repo_id")
         return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(head, is_embedded)
-    return OpenedHead(
-        head,
-        tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
-        target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO,
-        is_embedded=is_embedded,
-    )
+    made_with = load_embedded_counts().tokenizer_hash if is_embedded else None
+    name = None if choice is None else choice.name or EMBEDDED_TARGET_REPO
+    return OpenedHead(head, tokenizer_hash=made_with, target_name=name, is_embedded=is_embedded)

@@ -74,14 +74,8 @@ class CallRules:
             has_suppressed="suppress_tokens" in known,
             has_minimum="min_new_tokens" in known,
         )
-        numbers = (
-            max(sampling.temperature, COLDEST.value),
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            options.get("repetition_penalty", 1),
-            options.get("min_new_tokens", 0),
-        )
+        warpers = max(sampling.temperature, COLDEST.value), sampling.top_k, sampling.top_p, sampling.min_p
+        numbers = *warpers, options.get("repetition_penalty", 1), options.get("min_new_tokens", 0)
         bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
         return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
 
@@ -149,17 +143,9 @@ def plan_call(
         partial, full_reason = _choose_partial(partial_verification, target, call.requests, rules, tree, context)
     # Processors that are not ours may look at more than a row.
     is_ours = all(set(PENALTIES).issuperset(request.process.names) for request in call.requests if request.process)
-    return Plan(
-        rules,
-        shapes,
-        reason,
-        max_slots,
-        time_phases or not decoders.has_graphs,
-        reuse_prefix,
-        partial,
-        full_reason,
-        is_exact=is_ours and (partial is None or partial.mode == "exact"),
-    )
+    is_exact = is_ours and (partial is None or partial.mode == "exact")
+    by_phase = time_phases or not decoders.has_graphs
+    return Plan(rules, shapes, reason, max_slots, by_phase, reuse_prefix, partial, full_reason, is_exact)
 
 
 def describe(

@@ -64,9 +64,8 @@ def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Pat
 def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8.
 
-    ``form``: of a published checkpoint, or `AT_LOAD`. ``dtype``: of all else.
-    Raises `UnsupportedModelError` for another family; `TargetError` for tensors that are missing, unexpected, of
-    another shape or type, or hold NaN or infinity; `CheckpointError` for damaged files.
+    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else. Raises `UnsupportedModelError` for
+    another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged files.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)

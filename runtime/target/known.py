@@ -52,16 +52,14 @@ def choose_forward(asked: str, other: str, unfit: Callable[[], str | None], devi
     `UnsupportedModelError` for "fused" where the model cannot be fused.
     """
     check_choice("target_backend", asked, ("auto", "fused", other))
-    if asked == other:
-        return Choice(other, "asked for")
-    reason = unfit()
-    if asked == "auto":
-        is_fused = reason is None and device.type in FUSED_ON
-        return Choice("fused" if is_fused else other, reason or f"the model is on {device}")
-    if reason is not None:
+    reason = None if asked == other else unfit()
+    if asked == "fused" and reason is not None:
         problem = f"target_backend = 'fused' cannot run this model: {reason}"
         raise UnsupportedModelError(f"{problem}. Use target_backend={other!r}.")
-    return Choice("fused", "asked for")
+    if asked != "auto":
+        return Choice(asked, "asked for")
+    is_fused = reason is None and device.type in FUSED_ON
+    return Choice("fused" if is_fused else other, reason or f"the model is on {device}")
 
 
 def family_of(model: nn.Module) -> str | None:

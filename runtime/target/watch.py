@@ -69,10 +69,8 @@ class Watch:
     def has_changed(self) -> bool:
         """Report whether anything that a forward depends on has changed; waits for no device."""
         try:
-            return any(
-                before != read() and self._read_part(before) != self._read_part(read())
-                for before, read in self._contents
-            )
+            pairs = ((before, read()) for before, read in self._contents)
+            return any(old != new and self._read_part(old) != self._read_part(new) for old, new in pairs)
         except (KeyError, RuntimeError, TypeError, ValueError):
             # Something went, or values of a kind that cannot be compared took the place of others.
             return True

@@ -401,15 +401,9 @@ def _problems(model: Any) -> Iterator[str]:
         yield "is not a transformers model; load the target with AutoModelForCausalLM, and pass it unwrapped."
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
-        yield (
-            "has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one that "
-            "changes weights, such as LoRA."
-        )
+        yield "has an adapter that puts rows before the prompt (prompt or prefix tuning). Use one such as LoRA."
     for kind in _prompt_adapters(model):
-        yield (
-            f"has an adapter that looks at the whole prompt ({kind}), and prompts are run in parts. Use one "
-            "that changes weights, such as LoRA, or take this one out (unload)."
-        )
+        yield f"has an adapter that looks at the whole prompt ({kind}), which is run in parts: unload it, or use LoRA."
     # Whoever else wraps generate changes what a forward of ours does not see.
     origin = str(getattr(getattr(model, "generate", None), "__module__", None) or "transformers")
     if origin.partition(".")[0] not in ("transformers", "peft"):
@@ -439,20 +433,14 @@ def _problems(model: Any) -> Iterator[str]:
     if not attends and (has_marks or is_recurrent(model)):
         yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
-        yield (
-            "is quantised dynamically, so a token's logits depend on what is computed beside it. Load it as it was, or "
-            "with its weights quantised only."
-        )
+        yield "is quantised dynamically: logits depend on what is beside a token. Quantise its weights alone."
     if others := types - _ATTENDING:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
     if is_alibi or not any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim")):
         yield f"has no rotary positions. {can}"
     if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
-        yield (
-            "uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static scaling "
-            "(linear, yarn, llama3)."
-        )
+        yield "uses dynamic RoPE scaling, which changes frequencies of keys already cached; use linear, yarn, llama3."
     if not takes_attention(model):
         yield f"does not take a registered attention function in this version of transformers. {can}"
 

@@ -67,15 +67,10 @@ class Step:
     def of(cls, features: Tensor | tuple[Tensor, ...], bufs: Buffers) -> Step:
         """Copy a step out of the buffers (waits for the device)."""
         joined = features if isinstance(features, Tensor) else torch.cat(features, -1)
-        return cls(
-            joined.clone(),
-            bufs.new_tokens[:, : joined.shape[1]].long(),
-            tuple(bufs.num_new.tolist()),
-            tuple(bufs.prefix.tolist()),
-            bufs.keys.clone(),
-            bufs.values.clone(),
-            tuple(sorted(bufs.active_slots[: int(bufs.active_count)].tolist())),
-        )
+        tokens = bufs.new_tokens[:, : joined.shape[1]].long()
+        num_new, prefix = tuple(bufs.num_new.tolist()), tuple(bufs.prefix.tolist())
+        active = tuple(sorted(bufs.active_slots[: int(bufs.active_count)].tolist()))
+        return cls(joined.clone(), tokens, num_new, prefix, bufs.keys.clone(), bufs.values.clone(), active)
 
 
 @dataclass(frozen=True)

@@ -290,15 +290,8 @@ def _head_tiles(tiles: ProductTiles, half_block: int, head_dim: int, groups: int
     """Fit tiles to heads, a whole one at least; ``groups``: of the weight's scales."""
     if 2 * half_block > 128:
         columns, stages = (64, 3) if groups <= 1 else (SCALE_BLOCK, 2)
-        return replace(
-            tiles,
-            block_n=2 * half_block,
-            block_k=min(tiles.block_k, columns),
-            block_rows=min(tiles.block_rows, 64),
-            num_warps=8,
-            num_stages=min(tiles.num_stages, stages),
-            tma=False,
-        )
+        tiles = replace(tiles, block_n=2 * half_block, num_warps=8, num_stages=min(tiles.num_stages, stages), tma=False)
+        return replace(tiles, block_k=min(tiles.block_k, columns), block_rows=min(tiles.block_rows, 64))
     tiles = replace(tiles, block_n=max(tiles.block_n, 2 * half_block))
     if tiles.tma and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
