@@ -76,10 +76,9 @@ def could_be_inputs(config: Mapping[str, Any]) -> int | None:
 def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
     """Set both keys so that vLLM and SGLang capture the inputs of the same `layers`, and remove all others."""
     named = {(place, name) for place, name, _ in _named(config)}
-    kept, nested = (
-        {name: value for name, value in section(config, place).items() if (place, name) not in named}
-        for place in ("", "eagle_config")
-    )
+    eagle_config = section(config, "eagle_config")
+    kept = {name: value for name, value in config.items() if ("", name) not in named}
+    nested = {name: value for name, value in eagle_config.items() if ("eagle_config", name) not in named}
     outputs = [layer - 1 for layer in layers]
     return {**kept, AUX_LAYER_KEY: list(layers), "eagle_config": {**nested, AUX_LAYER_KEY: outputs}}
 
