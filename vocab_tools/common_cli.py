@@ -63,7 +63,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 version_option = click.version_option(version("eagle-slim"), prog_name="eagle-slim")
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
 floor_option = click.option(
-    "--floor", "floors", multiple=True, metavar="NAME=SHARE", help="Held-out share of a source to cover: `zh=0.97`."
+    "--floor", "floors", multiple=True, metavar="NAME=SHARE", help="Share of held-out tokens to cover: `zh=0.97`."
 )
 force_added_option = choice_option(
     "--force-added", ["chat", "all"], "Added tokens to keep: those of the chat template, or all, with reserved ones."

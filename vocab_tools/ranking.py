@@ -325,8 +325,8 @@ def _hold_floors(
             warnings.append("only ids chosen by the held-out text itself hold the floors: other text is covered less")
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
     entries, shares = [], problem.reached(chosen).tolist()
-    for (name, floor), reached, text in zip(floors.items(), shares, measured_on, strict=True):
-        entries.append({"source": name, "asked": floor, "reached": reached, "measured_on": text})
+    for (name, floor), reached, part in zip(floors.items(), shares, measured_on, strict=True):
+        entries.append({"source": name, "asked": floor, "reached": reached, "measured_on": part})
     weighted = float(problem.score[chosen].sum())
     return order, {"size": size, "held": entries, "weighted": weighted, "weighted_bound": bound}, warnings
 

@@ -70,8 +70,8 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
 
 def _settle_num_layers(config: dict[str, Any], layers: int) -> list[str]:
     """Write the layers that the file has, with a warning: engines build as many as said, and leave some unfilled."""
-    said, config["num_hidden_layers"] = config.get("num_hidden_layers"), layers
-    return [] if said in (None, layers) else [f"num_hidden_layers was {said}; the head has {layers}, which is written"]
+    old, config["num_hidden_layers"] = config.get("num_hidden_layers"), layers
+    return [] if old in (None, layers) else [f"num_hidden_layers was {old}; the head has {layers}, which is written"]
 
 
 def settle_taps(

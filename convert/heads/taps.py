@@ -60,9 +60,9 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
             shift = 0
         readings[key] = tuple(layer + shift for layer in layers)
     if len(set(readings.values())) > 1:
-        said = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
+        listed = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
         ask = "Name the target, whose number of layers may tell, or say" if num_layers is None else "Say"
-        problem = f"the keys that name the layers which the head reads disagree: {said}"
+        problem = f"the keys that name the layers which the head reads disagree: {listed}"
         raise MismatchError.at(where, f"{problem}.\n{ask} which with {TAPS_FLAG}.")
     return next(iter(readings.values()), None)
 

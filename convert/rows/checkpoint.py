@@ -152,16 +152,16 @@ class SourceRows:
 
     def pieces(self) -> Iterator[Bytes]:
         """Yield rows, uint8 [n, row_bytes]; CheckpointError for NaN or infinity, MismatchError for an overflow."""
-        found, start = self.source.info(self.name).dtype, 0
+        stored, start = self.source.info(self.name).dtype, 0
         for rows in self.source.pieces(self.name, self.row_ids):
-            if (row := first_nonfinite_row(rows, found)) is not None:
+            if (row := first_nonfinite_row(rows, stored)) is not None:
                 problem = f"{self._place(start + row)} holds NaN or infinity"
                 raise CheckpointError(f"{problem}.\nThe checkpoint is damaged: fetch it again.")
             if self.rounded:
-                rows = rounded(rows, found, self.dtype)
+                rows = rounded(rows, stored, self.dtype)
                 if (row := first_nonfinite_row(rows, self.dtype)) is not None:
                     problem = f"{self._place(start + row)} holds a value too large for {LONG_NAMES[self.dtype]}"
-                    raise MismatchError(f"{problem}.\nConvert a head in the target's dtype, {LONG_NAMES[found]}.")
+                    raise MismatchError(f"{problem}.\nConvert a head in the target's dtype, {LONG_NAMES[stored]}.")
             start += len(rows)
             yield rows
 

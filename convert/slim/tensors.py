@@ -93,8 +93,8 @@ def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
         config |= {"attention_bias": True, "qkv_bias": True}
     if head.config["mlp_bias"]:
         config["mlp_bias"] = True
-    found = config.get("architectures")
-    architecture = str(found[0]) if isinstance(found, list) and found else "LlamaForCausalLM"
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "LlamaForCausalLM"
     written = flavoured_architecture("eagle", flavour, architecture)
     return config if written == architecture else {**config, "architectures": [written]}
 
