@@ -88,7 +88,7 @@ def verify_artifact(
         engines: also check that these engines take it (keys of `engines.ENGINES`).
         engine_version: the version that will serve it, for one engine; default the installed one.
 
-    Raises UsageError for another engine or version, ArtifactError for no folder; faults are reported, not raised.
+    Raises UsageError for an unknown engine or no version, ArtifactError for no folder; faults are reported, not raised.
     """
     folder = Path(folder)
     if not folder.is_dir():
