@@ -69,10 +69,7 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def unfit_reason(model: nn.Module) -> str | None:
-    """Return why a model is not fused, as the end of a sentence that says what was found where; None if it can be.
-
-    For models that `wrapper.check_supported` passes.
-    """
+    """Return why a supported model is not fused, as the end of a sentence that says what was found where, or None."""
     return next(_unfit(model), None)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 from unittest.mock import ANY  # equal to everything
 
@@ -32,7 +32,7 @@ _LARGEST = 1 << 16
 """Entries of a container, and bytes of an array, up to which a change inside is noticed."""
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
-_OPAQUE = (type, ModuleType, logging.Logger)
+_OPAQUE = (type, GenericAlias, ModuleType, logging.Logger)
 _PARTS: dict[type, tuple[str, ...]] = {
     FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__closure__"),
     MethodType: ("__self__", "__func__"),
@@ -92,7 +92,10 @@ class Watch:
         before = dict(read())
         self._contents.append((before, read))
         for name, value in before.items():
-            before[name] = self._frozen(value, depth) if name not in self._unread else ANY
+            if name not in self._unread:
+                before[name] = self._frozen(value, depth)
+            elif isinstance(value, Tensor):
+                before[name] = ANY
 
     def _frozen(self, value: Any, depth: int) -> Any:
         """Return what is equal to a value until it changes: a container's copy; what an object holds is compared."""
