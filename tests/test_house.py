@@ -3,8 +3,6 @@
 A rule is a function of files, by their paths, that names what breaks it. Each is shown to find what does, too.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

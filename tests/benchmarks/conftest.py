@@ -1,7 +1,5 @@
 """A tiny model that whole calls are made of, and a random one of dimensions named tiny."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

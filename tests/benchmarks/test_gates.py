@@ -1,7 +1,5 @@
 """The gates: their logic on made-up records, the file of thresholds, and a whole run with toy dimensions on a CPU."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of the drop-in around the stand-in of SafeAILab's EAGLE: checks, times, what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -11,9 +11,8 @@ from concurrent import futures
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert import atomic
+from eagle_slim.convert import OutputError, OutputExistsError, atomic
 from eagle_slim.convert.atomic import atomic_directory, check_output
-from eagle_slim.convert.errors import OutputError, OutputExistsError
 from support.raising import raises_with
 
 

@@ -1,7 +1,5 @@
 """Cases for `choose_tokens`: a batch of small trees with everything that a choice depends on, and what is expected."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -1,14 +1,9 @@
 """Draft with the persistent kernel on poisoned memory, and replay the draft by the fp32 reference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import check_finished
-from eagle_slim.runtime.drafter.launch import Weights, launch_drafter
+from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, TreeConfig, Weights, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
@@ -18,8 +13,6 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
     replay,
     tree_of,
 )
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import nan_fill, problem
 

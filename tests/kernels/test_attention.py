@@ -1,7 +1,5 @@
 """Attention against its twin: trees, chunks, windows, main parts kept and merged, poisoned rows, odd sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Choosing tokens: cases by hand, the twin against transformers' own, the kernels against the twin."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -10,10 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from eagle_slim.runtime import SamplingConfig, UsageError
 from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.drafter.tuning.timing import capture
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,

@@ -1,7 +1,5 @@
 """The kernels compiled to machine code for chips that are not here: they fit, and their inner loops do not spill."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,19 +1,16 @@
 """The whole draft in one launch, under the interpreter at toy sizes, against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from eagle_slim.runtime import TreeConfig, launch_drafter
 from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
-from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.launch_params import LaunchParams, chip_of, choose_launch
 from eagle_slim.runtime.drafter.tuning.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS, Case
 from kernels.cases import draft as draft_case
 from kernels.chips import KNOWN_CHIPS

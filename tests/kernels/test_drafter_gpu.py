@@ -1,21 +1,15 @@
 """The persistent drafter on a GPU: every type against the fp32 reference, real dimensions, and graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import check_finished
+from eagle_slim.runtime import DrafterConfig, EagleSlimError, Weights, allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
-from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
-from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
-from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run

@@ -4,8 +4,6 @@ Logits, keys and values of a token are compared bit for bit between plain decodi
 random trees, chains, and other sequences beside them, in caches poisoned behind the committed rows.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

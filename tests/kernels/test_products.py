@@ -1,7 +1,5 @@
 """The products of a layer against their twins; and each row's bits in every tile, alone and among others."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

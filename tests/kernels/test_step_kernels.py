@@ -1,7 +1,5 @@
 """The kernels around a step's products against their twins: norms and rotation of pairs, rows and acceptance."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The tuner: its choices with times made up, variants timed in turn, kernels compiled ahead."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime import tune
+from eagle_slim.runtime import DrafterError, TreeConfig, UsageError, tune
 from eagle_slim.runtime.drafter import tuned_cache
 from eagle_slim.runtime.drafter.launch_params import INTERPRETER, LaunchParams, choose_launch, choose_layout
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key
 from eagle_slim.runtime.drafter.tuning import precompile, timing
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
-from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.ops import Launches
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
 from support.raising import raises, raises_with
 

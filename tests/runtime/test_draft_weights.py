@@ -1,19 +1,15 @@
 """The type of the drafter's weights: what it is called, what is refused, and that it is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import HeadWeights, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.drafter import Drafter, check_draft_weights, choose_drafter
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.reference import draft_ref
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, SpeedWarning, UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import random_head
 from support.raising import raises, raises_with
 from support.tiny_models import random_prompts, tiny_target, write_head

@@ -1,7 +1,5 @@
 """Heads and targets that do not belong together, or cannot work, are refused before anything runs."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,8 +23,7 @@ from eagle_slim.runtime import (
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.target.wrapper import check_supported
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
 from support.changed_models import PeftStandIn
 from support.conversion import BY_ID, convert
 from support.raising import raises, raises_with

@@ -1,7 +1,5 @@
 """Decoders that are built while a test runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet

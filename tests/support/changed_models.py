@@ -1,7 +1,5 @@
 """Ways in which people change a loaded model, and stand-ins for the packages they use for it."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable

@@ -1,15 +1,11 @@
 """A conversion in one call: options as keywords."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.convert.options import ConvertOptions
-from eagle_slim.convert.pipeline import Conversion, convert_head
-from eagle_slim.convert.vocabulary_choice import VocabRequest
+from eagle_slim.convert import Conversion, ConvertOptions, VocabRequest, convert_head
 from eagle_slim.vocab_tools.counting import count_tokens
 from safetensors.torch import load_file
 

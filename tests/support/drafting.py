@@ -1,19 +1,13 @@
 """Random draft heads and drafting problems for the kernel tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
-from eagle_slim.runtime.drafter.packing import Weights
+from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, Weights, allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.tuning.problem import Dims
 from eagle_slim.runtime.drafter.tuning.problem import random_head as problem_head
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 
 BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -4,8 +4,6 @@ All have the same random weights for the same seed, so that two spellings of one
 The target's tokenizer is a byte-level BPE of 360 tokens; its vocabulary is padded to 384 rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

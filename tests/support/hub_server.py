@@ -4,8 +4,6 @@ Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, 
 authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -107,7 +105,7 @@ class HubServer:
         self.endpoint = self._hub.address
         self.cdn = self._cdn.address
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         for server in (self._hub, self._cdn):
             server.thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
             server.thread.start()

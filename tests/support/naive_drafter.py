@@ -3,13 +3,10 @@
 It knows no slots, no mask and no scratch rows, so an error in any of them shows as another tree.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime import HeadWeights, TreeConfig
 from torch import Tensor
 from transformers.masking_utils import sliding_window_overlay
 

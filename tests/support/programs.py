@@ -3,8 +3,6 @@
 Where EAGLE_SLIM_REQUIRE_PROGRAMS is set, as in .ci/run, which installs them, it fails.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Expect an error by its class and the names its message holds, so that a reworded message breaks no test."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """How tokens are sampled: transformers' own warpers, and the race in float64 that every implementation is held to."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from eagle_slim.runtime.settings import SamplingConfig

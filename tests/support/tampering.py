@@ -1,7 +1,5 @@
 """Change a written artifact and sign it again, so that a check must find the fault itself and not by a checksum."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny random targets and draft heads: seconds to build, peaked enough that greedy has no near-ties."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny EaModels: the stand-in, and those of the real code in the folder that EAGLE_SLIM_UPSTREAM names."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ four functions of this module; a base model with upstream's KV cache; heads of b
 with ``topK_genrate``. Drafting is the definition of the tree in plain loops, every node from its whole path.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -7,11 +7,10 @@ import re
 from typing import Any
 
 import pytest
+from eagle_slim.vocab_tools import LoadedTokenizer, TokenizerError
 from eagle_slim.vocab_tools.chats import ChatRenderer, ChatTemplate, Piece, chat_spec
 from eagle_slim.vocab_tools.encoding import encode_tail, encoder_spec
-from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.messages import ChatError, normalise_messages
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises

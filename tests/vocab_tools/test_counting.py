@@ -15,11 +15,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import encoding, records
-from eagle_slim.vocab_tools.counting import count_tokens
-from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
+from eagle_slim.vocab_tools import CorpusSource, TokenCounts, count_tokens, encoding, merge_counts, records
 from eagle_slim.vocab_tools.errors import CorpusError, EagleSlimError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.workers import draws
 from support.programs import need_processes
 from support.tokenizers import WORDS, llama3_like, smollm2

@@ -2,11 +2,8 @@ import json
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools import DraftVocab, TokenCounts, TokenizerError, UsageError, VocabularyError, rank_vocabulary
 from eagle_slim.vocab_tools.coverage import MEAN, measure_coverage
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
 from support.raising import raises

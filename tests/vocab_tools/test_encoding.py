@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import encoding
+from eagle_slim.vocab_tools import TokenizerError, encoding
 from eagle_slim.vocab_tools.encoding import EncoderSpec, build_encoder, choose_library, encode_all, encoder_spec
-from eagle_slim.vocab_tools.errors import TokenizerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises

@@ -7,13 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+from eagle_slim.vocab_tools import DraftVocab, EagleSlimError, TokenCounts, UsageError, import_token_map, load_tokenizer
 from eagle_slim.vocab_tools.files import refuse_existing, write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
-from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises_with, waiting_for_nothing
 
 

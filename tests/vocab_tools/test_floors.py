@@ -5,9 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import SourceCounts, TokenCounts
-from eagle_slim.vocab_tools.coverage import measure_coverage
-from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools import SourceCounts, TokenCounts, UsageError, VocabularyError, measure_coverage
 from eagle_slim.vocab_tools.floors import FloorProblem
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.vocabulary import lost_floors

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools import TokenizerError, load_tokenizer, read_target
 from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, find_snapshot, plain
-from eagle_slim.vocab_tools.target import read_target
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from huggingface_hub import constants
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises_hub_error

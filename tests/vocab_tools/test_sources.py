@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from eagle_slim.vocab_tools import records
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools import CorpusError, UsageError, records
 from eagle_slim.vocab_tools.records import PACKED, BadRecord, cut_text, text_documents
 from eagle_slim.vocab_tools.sources import CorpusSource, amount, open_source, parse_source
 from hypothesis import given

@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from eagle_slim.vocab_tools.counting import count_tokens
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools import CorpusError, UsageError, count_tokens
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from huggingface_hub import constants
 from support.hub_server import Fault, HubServer, connected

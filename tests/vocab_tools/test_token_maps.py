@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.vocab_tools import d2t_from_ids, ids_from_d2t, t2d_from_ids
+from eagle_slim.vocab_tools import d2t_from_ids, forced_ids, ids_from_d2t, rank_by_order, read_target, t2d_from_ids
 from eagle_slim.vocab_tools.errors import SourceError, TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.forced import forced_ids
-from eagle_slim.vocab_tools.ranking import rank_by_order
-from eagle_slim.vocab_tools.target import read_target
 from eagle_slim.vocab_tools.token_maps import LOADERS, Loader, export_token_map, import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
-from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools import TokenizerError, UsageError, forced_ids
 from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, load_tokenizer
 from support.raising import raises
 from support.small_tokenizers import CHATML, byte_level_bpe, with_reserved, write_folder

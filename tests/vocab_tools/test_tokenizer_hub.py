@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eagle_slim.vocab_tools.forced import forced_ids
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools import forced_ids, load_tokenizer
 from support.hub_server import HubServer, connected
 from support.small_tokenizers import byte_level_bpe, write_folder
 

@@ -11,12 +11,9 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from eagle_slim.vocab_tools import common_cli
+from eagle_slim.vocab_tools import DraftVocab, TokenCounts, VocabularyError, common_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import VocabularyError
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
 from support.small_tokenizers import TEXT, byte_level_bpe, write_folder
 

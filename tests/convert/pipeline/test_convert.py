@@ -15,11 +15,8 @@ from eagle_slim.convert import Artifact, VocabRequest, open_head, pipeline, plan
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.errors import CheckpointError, MismatchError, OutputExistsError, SourceError
 from eagle_slim.convert.options import ConvertOptions
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
-from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools import TokenCounts, TokenizerError, UsageError, load_tokenizer, rank_vocabulary
 from eagle_slim.vocab_tools.sources import parse_source
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import heads

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert import CheckpointError, open_checkpoint
 from eagle_slim.convert.rows import checkpoint as checkpoint_module
-from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.rows.files import choose_weights
 from eagle_slim.convert.targets.matrix import find_lm_head, open_local_lm_head, ties_embedding
 from safetensors.torch import save_file

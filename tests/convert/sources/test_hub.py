@@ -9,9 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
-from eagle_slim.convert.heads.open import open_head
-from eagle_slim.convert.rows.checkpoint import open_checkpoint
+from eagle_slim.convert import CheckpointError, SourceError, UnsupportedHeadError, open_checkpoint, open_head
 from eagle_slim.convert.sources.source import open_head_source, target_files
 from eagle_slim.vocab_tools.errors import UsageError
 from huggingface_hub import constants

@@ -1,7 +1,5 @@
 """`compare`: what is measured over what, in which order, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter
@@ -13,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.runtime import PromptError, SpeculativeModel
-from eagle_slim.runtime.api.stats import GenerationStats
+from eagle_slim.runtime import GenerationStats, PromptError, SamplingConfig, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
-from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
 from support.tiny_models import tiny_target, write_head, write_pair

@@ -1,7 +1,5 @@
 """The forms of a result, from figures that are made up; the page in a real browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

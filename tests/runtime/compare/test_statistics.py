@@ -1,7 +1,5 @@
 """Speeds and verdicts from made-up timings whose truth is known."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

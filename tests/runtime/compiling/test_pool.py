@@ -1,7 +1,5 @@
 """Kernels compiled in processes of their own: recorded without a launch, kept by Triton, whatever ends early."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,20 +1,16 @@
 """The reference drafter against the definition (`support.naive_drafter`), which has no cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.convert.heads.open import open_head
+from eagle_slim.runtime import TreeConfig, UnsupportedModelError, prefill_drafter
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, check_computable
-from eagle_slim.runtime.drafter.launch import prefill_drafter
 from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
 from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights
-from eagle_slim.runtime.errors import UnsupportedModelError
 from eagle_slim.runtime.opening.pairing import resolve_tap_layers
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.naive_drafter import Naive
 from support.raising import raises

@@ -1,7 +1,5 @@
 """Drafting backends by name, generation over one, and the one call: errors, reuse, and the target's own text."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """An EaModel drafts and generates with the patches as without: the stand-in always, the real code on request."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -27,8 +25,7 @@ from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.safeailab import drafting
 from eagle_slim.runtime.safeailab.step import step_of
 from eagle_slim.runtime.target import known
-from eagle_slim.vocab_tools import DraftVocab
-from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools import DraftVocab, TokenizerError
 from support import upstream_stand_in
 from support.raising import raises
 from support.sampling import first_in_race

@@ -1,7 +1,5 @@
 """Steps as a GPU runs them, with the twins on the CPU: all tokens chosen by one operation, records read a step late."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
-from eagle_slim.runtime.errors import LogitsError
+from eagle_slim.runtime import LogitsError, SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
 from eagle_slim.runtime.step.plan import CallRules

@@ -1,7 +1,5 @@
 """Whole calls on a GPU: exact in fp32 for every fused family, without a wait inside, whatever the slots do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -13,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, open_target
-from eagle_slim.runtime.errors import CheckError, LogitsError
+from eagle_slim.runtime import CheckError, LogitsError, SpeculativeModel, open_target
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step import decoders, graphs
 from eagle_slim.runtime.step.shapes import Acceptance, Costs, ShapeChooser, shapes_for, shapes_up_to

@@ -4,15 +4,12 @@ The expectation is computed from the target alone, with transformers' warpers; a
 a wrong temperature.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.settings import SamplingConfig
+from eagle_slim.runtime import SamplingConfig, SpeculativeModel, TreeConfig
 from scipy import stats
 from support.sampling import warp
 from support.tiny_models import tiny_target, write_head

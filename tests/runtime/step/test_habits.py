@@ -1,7 +1,5 @@
 """What users of transformers and vLLM write, run beside transformers itself."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -12,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import GenerationOutput, SpeculativeModel, TreeConfig
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime import GenerationOutput, SpeculativeModel, TreeConfig, UsageError
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor

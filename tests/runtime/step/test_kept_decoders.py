@@ -1,7 +1,5 @@
 """What is kept from call to call: so many decoders and graphs, and built anew they answer the same."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -13,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
+from eagle_slim.runtime import DeviceMemoryError, SpeculativeModel, TreeConfig, UsageError
 from eagle_slim.runtime.opening.target_files import load_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoders

@@ -1,7 +1,5 @@
 """Speculative output against the target's own: greedy, sampled, batched, on every kind of target and head."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import Buffers, DrafterConfig, SpeculativeModel, TreeConfig
+from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, SpeculativeModel, TreeConfig, UsageError
 from eagle_slim.runtime.drafter import reference
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.step import prefill
 from support.raising import raises
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head

@@ -1,7 +1,5 @@
 """What the draft vocabulary did not hold: counted of exactly what was generated."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

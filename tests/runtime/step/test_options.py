@@ -1,7 +1,5 @@
 """Arguments as transformers takes them: the same tokens as its own generate, or a refusal by name."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Partial verification: with "exact" the output of plain decoding, whatever runs ahead; "lossy" says that it is."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
-from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, UnsupportedModelError, UsageError, open_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import MAX_EOS

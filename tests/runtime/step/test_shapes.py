@@ -1,7 +1,5 @@
 """Shapes of trees, chosen by step: the same text whatever drafts it, and the choice that times and records give."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.drafter.drafter import Drafter
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.step import plan, shapes
 from eagle_slim.runtime.step.decoders import Decoders
 from eagle_slim.runtime.step.kernels.slot_state import SlotState

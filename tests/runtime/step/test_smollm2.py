@@ -5,8 +5,6 @@ passes (full vocabulary, depth 5, top_k 10, 60 nodes), 166 (4096 most frequent i
 468 tokens after the first ones. Here the first prompt of the same runs; `eagle-compare` repeats the whole table.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

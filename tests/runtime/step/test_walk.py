@@ -1,7 +1,5 @@
 """The host files that CONTRIBUTING lists as a token's way are those in which a profiler sees a call."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

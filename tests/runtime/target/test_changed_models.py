@@ -3,8 +3,6 @@
 Every way of `support.changed_models` runs fused, through transformers' forward, or is refused, as its line there says.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.heads.open import open_head
-from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
-from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target import known
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, STEERED, UNCOUNTED, LoraLinear, PeftStandIn, lora, steer

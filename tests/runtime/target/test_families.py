@@ -1,7 +1,5 @@
 """Attention with a twist: capped scores, sinks, windows in some layers, keys wider than values, partial rotation."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

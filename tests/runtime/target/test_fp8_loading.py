@@ -1,7 +1,5 @@
 """Targets with weights in FP8: quantised while they are loaded, and published in each form; what is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -12,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import TreeConfig
-from eagle_slim.runtime.errors import EagleSlimError, TargetError, UnsupportedModelError, UsageError
+from eagle_slim.runtime import EagleSlimError, TargetError, TreeConfig, UnsupportedModelError, UsageError
 from eagle_slim.runtime.model import SpeculativeModel
 from eagle_slim.runtime.opening import target_files
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form

@@ -1,7 +1,5 @@
 """The fused target against transformers' own forward, for every family that it takes, prompts in chunks and trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a target is found, what is said where it is not, and its type on a CPU."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """While ours runs, and after it was interrupted at any line, the user's model and transformers are as they were."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
