@@ -1,5 +1,3 @@
-"""The drafter's benchmark on a CPU with toy dimensions: rows, checks before times, ratios."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Our rows on a tiny model; engines' lines beside them, and the chart of both."""
-
 import json
 from pathlib import Path
 

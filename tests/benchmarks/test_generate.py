@@ -1,5 +1,3 @@
-"""Generation end to end, on a CPU with toy dimensions: rows, drawn acceptance, gains, loss."""
-
 import json
 from pathlib import Path
 

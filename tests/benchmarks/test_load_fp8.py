@@ -1,5 +1,3 @@
-"""A checkpoint of holes with toy dimensions on a CPU: quantised and published, in shards."""
-
 from pathlib import Path
 
 import pytest

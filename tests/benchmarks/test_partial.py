@@ -1,5 +1,3 @@
-"""Steps that run ahead on a tiny random model, and the shares of them that full passes confirm."""
-
 import pytest
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 

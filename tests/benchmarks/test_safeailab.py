@@ -25,9 +25,7 @@ def arguments(tmp_path: Path) -> Any:
     return lambda *line: safeailab.parse(["--upstream", str(tmp_path / "EAGLE"), "--device", "cpu", *line])
 
 
-def test_variants(
-    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variants(arguments, tmp_path, monkeypatch, capsys):
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)

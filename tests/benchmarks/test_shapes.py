@@ -1,5 +1,3 @@
-"""Shapes side by side: what their figures are taken for, and steps of several shapes."""
-
 from collections import Counter
 from typing import Any
 from unittest import mock

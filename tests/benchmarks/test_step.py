@@ -1,5 +1,3 @@
-"""Steps of a tiny random model on a CPU: a row for each tree and prefix."""
-
 from typing import Any
 
 import pytest

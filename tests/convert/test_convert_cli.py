@@ -1,5 +1,3 @@
-"""The commands: wiring, output and exit codes."""
-
 import json
 import subprocess
 import sys

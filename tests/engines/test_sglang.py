@@ -1,5 +1,3 @@
-"""SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended."""
-
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools import DraftVocab, export_token_map

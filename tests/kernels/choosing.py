@@ -53,7 +53,6 @@ class Case:
         self.state.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
     def choose(self, rules: ChoiceRules, tile: int = 512, capacity: int = 8192) -> Tensor:
-        """By the kernels: int32 [places, nodes]."""
         places, vocab = self.logits.shape[0] // self.nodes, self.logits.shape[1]
         out = torch.full((places, self.nodes), -7, dtype=torch.int32, device=self.logits.device)
         scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, tile, capacity)

@@ -75,9 +75,7 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, Any], str]
         if kind.startswith("*") or name.startswith("stride")
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
-    by_index: dict[tuple[int, ...], Any] = {
-        (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
-    }
+    by_index: Any = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
     compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
     ptx = compiled.asm["ptx"]

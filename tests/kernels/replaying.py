@@ -32,7 +32,6 @@ class Drafted:
     agreement: Agreement
 
     def reference_tree(self) -> DraftTree:
-        """The reference's own draft of the same step, in the same type."""
         self.bufs.keys.copy_(self.step.keys)
         self.bufs.values.copy_(self.step.values)
         launch_drafter(self.cfg, self.step.features, self.weights, self.bufs, "reference")

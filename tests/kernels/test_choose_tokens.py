@@ -35,7 +35,6 @@ SLOW = pytest.mark.slow
 
 
 def rules_of(config: SamplingConfig) -> ChoiceRules:
-    """The stages that a configuration asks for."""
     return ChoiceRules(not config.is_greedy, config.top_k > 0, config.top_p < 1, config.min_p > 0)
 
 

@@ -54,7 +54,6 @@ def compile_in_a_process(*arguments: str) -> Report:
 
 @pytest.fixture(scope="module")
 def reports() -> Iterator[dict[str, Future[Report]]]:
-    """All compilations, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         yield {
             name: pool.submit(compile_in_a_process, "kernels.compiled_drafter", *arguments)

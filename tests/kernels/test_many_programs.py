@@ -1,5 +1,3 @@
-"""The whole kernel with 3 to 8 programs at once, see `many_programs`."""
-
 import json
 import os
 import subprocess

@@ -21,7 +21,6 @@ TREE = TreeConfig(2, 3, 8)
 
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """LM-head rows of each packing."""
     made: list[int] = []
     pack = packing.pack_head
 

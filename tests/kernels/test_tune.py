@@ -1,5 +1,3 @@
-"""The tuner: its choices with times made up, variants timed in turn, kernels compiled ahead."""
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,6 +149,5 @@ def test_variants_are_timed_in_turn() -> None:
 def test_compiling_ahead_needs_more_than_one_kernel() -> None:
     assert precompile.compile_all([], 90, 1.0) == []
     cfg = draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
-    assert precompile.compile_all([precompile.LaunchCase(TINY, cfg, choose_launch(cfg, INTERPRETER))], 90, 1.0) == [
-        False
-    ]
+    cases = [precompile.LaunchCase(TINY, cfg, choose_launch(cfg, INTERPRETER))]
+    assert precompile.compile_all(cases, 90, 1.0) == [False]

@@ -1,5 +1,3 @@
-"""The examples run as a newcomer would run them, only shorter."""
-
 import importlib.util
 import json
 import os

@@ -1,5 +1,3 @@
-"""`eagle-generate` and `eagle-compare`: wiring, output, exit codes."""
-
 import io
 import json
 import runpy
@@ -88,7 +86,6 @@ def compare(run: Run, pair: Pair, tmp_path: Path) -> Run:
 
 
 def answer(ended: Ended) -> dict[str, Any]:
-    """The JSON that a command printed."""
     assert ended.code == 0, ended.err
     value: dict[str, Any] = json.loads(ended.out)
     return value

@@ -93,8 +93,6 @@ class Wrapped(nn.Module):
 
 
 def lora(where: str) -> Change:
-    """Adapters on a linear of every layer."""
-
     def change(model: Any, _: Any = None) -> None:
         parent, _, name = where.partition(".")
         for index, layer in enumerate(model.model.layers):
@@ -132,7 +130,6 @@ def subclass(path: str, factor: float) -> Change:
 
 
 def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Change:
-    """Another function in the place of a class's or a file's own."""
     return lambda _, stack: stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name))))
 
 
@@ -265,9 +262,8 @@ Steering = tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
 def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
     """Another class of a module, whose output gains what is read from the module."""
     own = type(module)
-    module.__class__ = type(
-        f"Steered{own.__name__}", (own,), {"forward": lambda self, x: own.forward(self, x) + read(self)}
-    )
+    members = {"forward": lambda self, x: own.forward(self, x) + read(self)}
+    module.__class__ = type(f"Steered{own.__name__}", (own,), members)
 
 
 def steered_by_an_attribute(module: Any, tensor: Tensor) -> Steering:

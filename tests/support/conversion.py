@@ -15,7 +15,6 @@ BY_ID = VocabRequest(order="ids")
 
 
 def by_map(folder: Path, ids: Iterable[int]) -> VocabRequest:
-    """The order of a token map, which is written into a folder."""
     return VocabRequest(token_map=write_freq(folder / "freq.pt", ids))
 
 
@@ -27,7 +26,6 @@ def convert_all(
 
 
 def convert(head: str | Path | None = None, **options: Any) -> Conversion:
-    """The one conversion of `convert_all`."""
     (done,) = convert_all(head, **options)
     return done
 

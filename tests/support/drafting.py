@@ -29,7 +29,6 @@ def random_head(
     seed: int = 0,
     rope_scaling: dict[str, object] | None = None,
 ) -> HeadWeights:
-    """Build a head of random weights over random ids, whose activations stay of order one."""
     dims = Dims(hidden, intermediate, heads, kv_heads, head_dim, target_vocab, kind, 3 * target_hidden)
     whole = problem_head(dims, torch.device(device), dtype, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +102,6 @@ def problem(
 
 
 def nan_fill(bufs: Buffers) -> None:
-    """Poison the workspace and outputs, so that whatever a draft does not write shows."""
     for name, tensor in bufs.workspace.items():
         if tensor.dtype == torch.float8_e4m3fn:
             tensor.view(torch.uint8).fill_(0x7F)

@@ -25,6 +25,7 @@ LAYERS = 8
 
 Spelling = Literal["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators", "legacy-norms"]
 Container = Literal["safetensors", "bin", "sharded"]
+Tensors = dict[str, torch.Tensor]
 
 
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -57,7 +58,7 @@ def write_target(
 
 
 def target_lm_head(folder: Path) -> torch.Tensor:
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -87,7 +88,7 @@ def eagle3_tensors(
     fc_norms: bool = False,
     input_norm: bool = False,
     embedding: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> Tensors:
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * target_hidden)}
     shapes |= layer_shapes("midlayer.", 2 * HIDDEN)
@@ -105,7 +106,6 @@ def eagle3_tensors(
 
 
 def eagle3_config(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
-    """A flat config.json; a change of None leaves the key in with null, of `...` takes it out."""
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB}
     config |= {"draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1}
     config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
@@ -126,8 +126,8 @@ def write_eagle3(
     d2t: Literal["offset", "absolute"] | None = "offset",
     d2t_dtype: torch.dtype = torch.int64,
     t2d: bool = True,
-    tensors: dict[str, torch.Tensor] | None = None,
-    extra: dict[str, torch.Tensor] | None = None,
+    tensors: Tensors | None = None,
+    extra: Tensors | None = None,
     **changes: Any,
 ) -> Path:
     """An EAGLE-3 head, with changes of config.json.
@@ -144,7 +144,7 @@ def write_eagle3(
         found["t2d"] = torch.from_numpy(np.isin(np.arange(VOCAB), ids))
     found = {spelled(name, spelling): tensor for name, tensor in found.items()} | (extra or {})
     config = eagle3_config(dtype, **({"draft_vocab_size": VOCAB if ids is None else len(ids)} | changes))
-    return _write(folder, as_speculators(config) if spelling == "speculators" else config, found, container)
+    return write_model(folder, as_speculators(config) if spelling == "speculators" else config, found, container)
 
 
 def spelled(name: str, spelling: Spelling) -> str:
@@ -175,7 +175,7 @@ def write_eagle1(
     folder: Path,
     *,
     container: Container = "safetensors",
-    extra: dict[str, torch.Tensor] | None = None,
+    extra: Tensors | None = None,
     **changes: Any,
 ) -> Path:
     """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
@@ -183,7 +183,7 @@ def write_eagle1(
     shapes |= layer_shapes("layers.0.", HIDDEN) | {"layers.0.post_attention_layernorm.weight": (HIDDEN,)}
     tensors = {name: random(shape, 50 + number) for number, (name, shape) in enumerate(shapes.items())}
     config = eagle3_config(architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
-    return _write(folder, config | changes, tensors | (extra or {}), container)
+    return write_model(folder, config | changes, tensors | (extra or {}), container)
 
 
 def write_dflash(
@@ -191,7 +191,7 @@ def write_dflash(
     form: Literal["z-lab", "speculators", "dspark"] = "z-lab",
     *,
     ids: np.ndarray | None = None,
-    extra: dict[str, torch.Tensor] | None = None,
+    extra: Tensors | None = None,
     **changes: Any,
 ) -> Path:
     """A DFlash draft over layers 1, 3 and 5 (their outputs); `ids`: those of an LM head of its own, with its map.
@@ -227,19 +227,17 @@ def write_dflash(
         config |= {"aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": TOKENS - 1}
     if ids is not None:
         config["draft_vocab_size"] = rows
-    return _write(folder, config | changes, tensors | (extra or {}))
+    return write_model(folder, config | changes, tensors | (extra or {}))
 
 
-def _write(
-    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], container: Container = "safetensors"
-) -> Path:
+def write_model(folder: Path, config: dict[str, Any], tensors: Tensors, container: Container = "safetensors") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", {key: value for key, value in config.items() if value is not ...})
     write_tensors(folder, tensors, container)
     return folder
 
 
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Container = "safetensors") -> None:
+def write_tensors(folder: Path, tensors: Tensors, container: Container = "safetensors") -> None:
     """Write tensors as one safetensors file, one `.bin`, or two shards with an index."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if container == "bin":
@@ -257,11 +255,19 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Con
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    write_json(folder / "config.json", config_of(folder) | changes)
+
+
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_freq(path: Path, ids: Sequence[int] | np.ndarray) -> Path:
-    """A token map as FR-Spec writes it."""
     torch.save([int(token_id) for token_id in ids], path)
     return path

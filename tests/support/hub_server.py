@@ -20,12 +20,18 @@ from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 Content = bytes | str | Path
+Files = Mapping[str, Content]
 
 _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
 
 
 def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def bytes_of(content: Content) -> bytes:
+    data = content.read_bytes() if isinstance(content, Path) else content
+    return data.encode() if isinstance(data, str) else data
 
 
 @dataclass
@@ -118,12 +124,11 @@ class HubServer:
             server.close_connections()
             server.server_close()
 
-    def add_model(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
+    def add_model(self, repo_id: str, files: Files, **options: Any) -> str:
         """Add a model, or a commit to it; returns the commit. Options: gated, branch."""
         return self._add("model", repo_id, files, **options)
 
-    def add_dataset(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
-        """Add a data set, or a commit to it; as `add_model`."""
+    def add_dataset(self, repo_id: str, files: Files, **options: Any) -> str:
         return self._add("dataset", repo_id, files, **options)
 
     def inject(self, name: str, fault: Fault) -> None:
@@ -153,14 +158,9 @@ class HubServer:
     def headers_without(self, name: str) -> tuple[str, ...]:
         return next((fault.without for suffix, fault in self._faults if name.endswith(suffix)), ())
 
-    def _add(
-        self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
-    ) -> str:
+    def _add(self, kind: str, repo_id: str, files: Files, gated: bool = False, branch: str = "main") -> str:
         repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
-        read = {name: content.read_bytes() if isinstance(content, Path) else content for name, content in files.items()}
-        return repo.commit(
-            {name: data.encode() if isinstance(data, str) else data for name, data in read.items()}, branch
-        )
+        return repo.commit({name: bytes_of(content) for name, content in files.items()}, branch)
 
 
 class _Server(ThreadingHTTPServer):
@@ -310,9 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(404, "EntryNotFound", f"{path} does not exist")
         recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
         folders = {str(folder) for name in inside for folder in PurePosixPath(name).parents} - {"."}
-        entries: list[dict[str, Any]] = [
-            {"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)
-        ]
+        entries: Any = [{"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)]
         for name, content in sorted(inside.items()):
             entries.append({"type": "file", "path": name, "size": len(content), "oid": digest_of(content)})
         here = [entry for entry in entries if entry["path"].startswith(prefix)]

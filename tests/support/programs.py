@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """End a test that lacks a program."""
     if os.environ.get("EAGLE_SLIM_REQUIRE_PROGRAMS"):
         pytest.fail(reason)
     pytest.skip(reason)

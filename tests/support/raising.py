@@ -26,9 +26,7 @@ def raises_with(kind: type[EagleSlimError], *words: str) -> Iterator[pytest.Exce
     assert not missing, str(caught.value)
 
 
-def raises(
-    kind: type[EagleSlimError], option: str = ""
-) -> AbstractContextManager[pytest.ExceptionInfo[EagleSlimError]]:
+def raises(kind: type[EagleSlimError], option: str = "") -> AbstractContextManager[pytest.ExceptionInfo]:
     """Pass if the block raises ``kind`` (or a subclass) with a message that names the option."""
     return raises_with(kind, option)
 

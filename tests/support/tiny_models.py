@@ -115,7 +115,6 @@ def write_head(
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts of the given lengths, without special ids."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 

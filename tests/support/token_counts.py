@@ -1,5 +1,3 @@
-"""TokenCounts from plain lists."""
-
 from collections.abc import Sequence
 
 import numpy as np

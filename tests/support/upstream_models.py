@@ -37,7 +37,6 @@ CASES = [*STAND_INS, *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in REAL
 
 
 def build(name: str, folder: Path, seed: int = 0) -> Any:
-    """Build a case's model in float32."""
     # With which drafts are accepted.
     torch.manual_seed(seed + 5 if name in STAND_INS else seed)
     if name in STAND_INS:
@@ -46,7 +45,6 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
 
 
 def prompt(model: Any, length: int = 9, seed: int = 0) -> torch.Tensor:
-    """A random prompt int64 [1, length]."""
     embedding = model.ea_layer.embed_tokens.weight
     ids = torch.randint(3, embedding.shape[0], (1, length), generator=torch.Generator().manual_seed(seed))
     return ids.to(embedding.device)

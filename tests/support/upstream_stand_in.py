@@ -121,9 +121,8 @@ class Head(nn.Module):
             hidden = self.fc(hidden)
         seen = torch.arange(begin, end)[:, None] >= torch.arange(end)
         bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
-        outputs, past = self._run(
-            self.embed_tokens(input_ids[0, 1 + begin :]), hidden, torch.arange(begin, end), past, bias
-        )
+        embedded, positions = self.embed_tokens(input_ids[0, 1 + begin :]), torch.arange(begin, end)
+        outputs, past = self._run(embedded, hidden, positions, past, bias)
         self.stable_kv = (tuple(each[None] for each in past),)
         # A candidate: score, token, the candidate it is a child of.
         candidates = [(score, token, -1) for score, token in self._children(outputs[-1], head)]
@@ -323,9 +322,8 @@ class EaModel(nn.Module):
     def _begin(self, input_ids: Tensor, temperature: float) -> Any:
         self.ea_layer.reset_kv()
         self.base_model.model.tree_mask = None
-        self.past_key_values, self.past_key_values_data, self.current_length_data = initialize_past_key_values(
-            POSITIONS
-        )
+        self.past_key_values, self.past_key_values_data, lengths = initialize_past_key_values(POSITIONS)
+        self.current_length_data = lengths
         return None if temperature == 0 else self.processor(temperature)
 
     def processor(self, temperature: float) -> Any:
@@ -349,9 +347,7 @@ class EaModel(nn.Module):
             yield input_ids
 
     @torch.no_grad()
-    def eagenerate(
-        self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20, log: bool = False
-    ) -> Any:
+    def eagenerate(self, input_ids: Tensor, temperature: float = 0, max_new_tokens: int = 20, log: bool = False) -> Any:
         processor = self._begin(input_ids, temperature)
         begin, new_token, passes = input_ids.shape[1], 0, -1
         tokens, paths, mask, positions, *_ = initialize_tree(input_ids, self, self.past_key_values, processor)

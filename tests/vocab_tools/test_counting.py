@@ -1,5 +1,3 @@
-"""count_tokens: right, and the same however it is run."""
-
 import gzip
 import itertools
 import json
@@ -229,10 +227,8 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: sign
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))
-    command = [sys.executable, str(script), str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    command, streams = [sys.executable, str(script), str(path)], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, **streams, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout.readline().split() != []
         process.send_signal(by)
         # Workers hold its output open, too: this ends with the last of them.
@@ -252,10 +248,8 @@ def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path: P
 
     def count(**settings: Any) -> tuple[list[int], list[str]]:
         told: list[str] = []
-        source = CorpusSource(str(path), **settings)
-        counts = count_tokens(
-            [source], smollm2(), workers=0, held_out=0, notify=told.append, tokenizer_library="tokenizers"
-        )
+        options = {"workers": 0, "held_out": 0, "notify": told.append, "tokenizer_library": "tokenizers"}
+        counts = count_tokens([CorpusSource(str(path), **settings)], smollm2(), **options)
         return counts.sources[0].counts.tolist(), told
 
     def ids(*texts: str) -> list[int]:

@@ -12,9 +12,8 @@ from support.token_counts import token_counts
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
     added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a\u200bb\x1b[31m"]
-    return load_tokenizer(
-        write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
-    )
+    folder = write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
+    return load_tokenizer(folder)
 
 
 def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer) -> None:

@@ -1,5 +1,3 @@
-"""Datasets of a Hub on loopback, streamed through the real `datasets`."""
-
 import gzip
 import json
 import time
@@ -104,9 +102,7 @@ def test_what_is_not_there_is_named(hub: HubServer) -> None:
 @pytest.mark.parametrize(
     ("name", "file"), [("org/texts", "train-00000-of-00003.parquet"), ("org/chats", "train.jsonl")]
 )
-def test_a_file_that_never_comes_is_given_up(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
-) -> None:
+def test_a_file_that_never_comes_is_given_up(hub, tmp_path, monkeypatch, name, file):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)

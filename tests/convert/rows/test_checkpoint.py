@@ -17,6 +17,7 @@ from eagle_slim.convert.targets.matrix import find_lm_head, open_local_lm_head, 
 from safetensors.torch import save_file
 from support.heads import Container, write_tensors
 from support.raising import raises_with
+from support.tampering import Attack
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool]
 
@@ -65,9 +66,7 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (333, 3), (64, 2, 5), (3, 0)])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_pieces_are_the_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], suffix: Container
-) -> None:
+def test_pieces_are_the_tensor(tmp_path, monkeypatch, shape, suffix):
     monkeypatch.setattr(checkpoint_module, "PIECE_BYTES", 100)
     tensor = random_bits(shape, torch.bfloat16) if shape else random_bits((1,), torch.bfloat16)[0]
     write_tensors(tmp_path, {"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, suffix)
@@ -176,9 +175,10 @@ def test_choice_of_weights() -> None:
         assert choose_weights(names, "here") == chosen
 
 
-@pytest.mark.parametrize(
-    "names", [[], ["config.json"], [f"{name}.safetensors" for name in "ab"], ["model-00001-of-00002.safetensors"]]
-)
+SEVERAL = ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize("names", [[], ["config.json"], SEVERAL, ["model-00001-of-00002.safetensors"]])
 def test_no_choice_of_weights(names: list[str]) -> None:
     with raises_with(CheckpointError, *names or ["no weights"]) as caught:
         choose_weights(names, "here")
@@ -303,19 +303,10 @@ def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path) -> 
 # -- refusals: pickles ------------------------------------------------------------------------------------------------
 
 
-class _Attack:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
-    proof = tmp_path / "was-run"
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.ones(1), "b": _Attack(f"touch {proof}")}, path, pickle_protocol=protocol)
+    proof, path = tmp_path / "was-run", tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1), "b": Attack(proof)}, path, pickle_protocol=protocol)
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: refused.*would call .*system") as caught:
         open_checkpoint(tmp_path)
     assert "safetensors" in str(caught.value)
@@ -341,10 +332,8 @@ def test_truncated_bin(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.randn(100)}, path)
     content = path.read_bytes()
-    for damaged in (
-        *(content[:size] for size in (0, 1, 10, len(content) // 2, len(content) - 1)),
-        b"\x81" + content[1:],
-    ):
+    cuts = (0, 1, 10, len(content) // 2, len(content) - 1)
+    for damaged in (*(content[:cut] for cut in cuts), b"\x81" + content[1:]):
         path.write_bytes(damaged)
         with raises_with(CheckpointError, str(path)):
             open_checkpoint(tmp_path)

@@ -17,6 +17,7 @@ from safetensors.torch import save
 from support.heads import eagle3_config, eagle3_tensors
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises, raises_hub_error, raises_with
+from support.tampering import flip_bit
 
 WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
 
@@ -56,9 +57,10 @@ def test_folder(tmp_path: Path) -> None:
             opened(tmp_path, revision="main")
 
 
-@pytest.mark.parametrize(
-    "name", ["./nothing", "/no/such/folder", "~no-such-user/x", "a/b/c", "", "two words", "x" * 200, __file__]
-)
+NOWHERE = ["./nothing", "/no/such/folder", "~no-such-user/x", "a/b/c", "", "two words", "x" * 200, __file__]
+
+
+@pytest.mark.parametrize("name", NOWHERE)
 def test_paths_and_names_that_are_not_there(name: str) -> None:
     with raises_with(SourceError, name):
         open_head_source(name)
@@ -100,14 +102,11 @@ def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
 
 
 def test_a_flipped_bit_in_the_cache_of_the_hub_is_found_by_the_name_of_the_file(hub: HubServer, home: Path) -> None:
-    hub.add_model(
-        "org/whole", {"config.json": json.dumps(eagle3_config()), "model.safetensors": save(eagle3_tensors(rows=384))}
-    )
+    whole = {"config.json": json.dumps(eagle3_config()), "model.safetensors": save(eagle3_tensors(rows=384))}
+    hub.add_model("org/whole", whole)
     assert open_head("org/whole").kind == "eagle3"
     path = (open_head_source("org/whole").folder / "model.safetensors").resolve()
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip_bit(path, -1)
     with raises_with(CheckpointError, "model.safetensors", "SHA-256"):
         open_head("org/whole")
 
@@ -237,9 +236,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("path", "fault", "reason"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
-    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch, path: str, fault: Fault, reason: str
-) -> None:
+def test_a_fault_of_the_hub_is_named_and_leaves_nothing(hub, home, monkeypatch, path, fault, reason):
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
     # The library waits before it asks again.
     monkeypatch.setattr(time, "sleep", lambda seconds: None)

@@ -1,5 +1,3 @@
-"""Prompt files in the forms that are around."""
-
 import json
 from pathlib import Path
 

@@ -146,7 +146,6 @@ def visit(tmp_path: Path, result: Comparison, width: int) -> tuple[str, dict[str
 
 
 def rows_of(dom: str) -> list[tuple[str, str]]:
-    """Attributes and cells of each row of the table."""
     return re.findall(r"<tr(.*?)>(.*?)</tr>", dom.split('<tbody id="body">')[1].split("</tbody>")[0])
 
 

@@ -156,6 +156,5 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
 def test_no_difference_among_enough_prompts_is_said() -> None:
     plain = timings(0.0, 1.0, 6, nodes=1, verify_s=0.045, seed=7)
     found = advise({"a": timings(0.02, 2.0, 6, difficulty=np.array([0.4, 1.6] * 3))}, {"a": 2}, plain)
-    assert re.fullmatch(
-        r"greedy: no significant difference: a ran at 1\.\d\d \(.* to .*\) times the .*", found.headline
-    )
+    wanted = r"greedy: no significant difference: a ran at 1\.\d\d \(.* to .*\) times the .*"
+    assert re.fullmatch(wanted, found.headline)

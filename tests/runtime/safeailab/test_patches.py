@@ -123,7 +123,6 @@ def set_tree(layer: Any, depth: int, top_k: int, total_tokens: int) -> None:
 
 
 def texts(model: Any, prompts: list[Tensor], sampled: bool = False) -> list[Tensor]:
-    """Greedy answers, those of the other methods and, if asked for, sampled ones."""
     random.seed(1)
     torch.manual_seed(1)
     greedy = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
@@ -251,9 +250,8 @@ def test_a_base_model_that_is_not_fused_says_why(tmp_path: Path) -> None:
 
 
 def snapshot(model: Any) -> list[tuple[type, dict[str, Any]]]:
-    return [
-        (type(part), dict(vars(part))) for part in (model, model.ea_layer, model.base_model, model.base_model.model)
-    ]
+    parts = model, model.ea_layer, model.base_model, model.base_model.model
+    return [(type(part), dict(vars(part))) for part in parts]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -275,7 +273,6 @@ def test_unpatching_restores_the_object(model_of: Callable[[str], Any], name: st
 
 
 def _next_draft(model: Any) -> tuple[Any, ...]:
-    """Arguments of a draft behind what ``stable_kv`` holds."""
     kv = model.ea_layer.stable_kv
     held = 0 if kv is None else kv[0][0].shape[2]
     width = model.ea_layer.fc.weight.shape[1] // (1 if hasattr(model.ea_layer, "midlayer") else 2)

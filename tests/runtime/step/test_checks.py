@@ -37,9 +37,7 @@ def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
     ],
     ids=["greedy", "a sampled chain", "plain", "fewer slots"],
 )
-def test_sound_steps_pass_with_the_same_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int], options: dict[str, Any]
-) -> None:
+def test_sound_steps_pass_with_the_same_answers(tmp_path, monkeypatch, tree, options):
     checked = build(tmp_path, **tree).generate(PROMPTS, max_new_tokens=12, **options)
     monkeypatch.setenv("EAGLE_SLIM_CHECK", "0")
     assert checked.token_ids == build(tmp_path, **tree).generate(PROMPTS, max_new_tokens=12, **options).token_ids

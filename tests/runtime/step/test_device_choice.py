@@ -97,9 +97,7 @@ def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["exact", "lossy"])
-def test_no_distribution_is_told_where_steps_run_ahead(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, monkeypatch):
     """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
     target = tiny_target("llama", max_position_embeddings=1024)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, max_position_embeddings=1024), **TREE)

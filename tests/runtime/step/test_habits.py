@@ -171,9 +171,7 @@ def test_10_chats_by_vllms_names(chatty: SpeculativeModel) -> None:
     assert several.token_ids == chatty.generate(chatty.encode_chat("hello"), **own).token_ids
 
 
-def test_11_a_pipeline_of_transformers(
-    chatty: SpeculativeModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_11_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
     texts, answers = ["a b", "c"], []

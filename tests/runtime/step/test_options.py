@@ -38,7 +38,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
 
 @pytest.fixture
 def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> SpeculativeModel:
-    """The shared model; what a test changes of it is undone."""
     config, target = GenerationConfig(eos_token_id=2, pad_token_id=0), shared.target
     monkeypatch.setattr(target.model, "generation_config", config)
     monkeypatch.setattr(target.text_config, "pad_token_id", target.text_config.pad_token_id)
@@ -47,7 +46,6 @@ def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Speculat
 
 
 def own_generate(model: SpeculativeModel, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
-    """What the target's own generate gives, prompt by prompt: new tokens."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -67,7 +67,6 @@ SAMPLED = {"temperature": 0.8, "seed": 3}
 
 @cache
 def plain_text(is_sampled: bool) -> list[list[int]]:
-    """Answers of the target of `model_of_any_shape` by plain decoding."""
     with tempfile.TemporaryDirectory() as folder:
         model = SpeculativeModel.from_pretrained(tiny_target("llama").double(), write_head(Path(folder)))
     options: dict[str, Any] = SAMPLED if is_sampled else {}
@@ -76,9 +75,7 @@ def plain_text(is_sampled: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_call_may_change_its_tree_between_any_two_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[TreeConfig | None], is_sampled: bool
-) -> None:
+def test_a_call_may_change_its_tree_between_any_two_steps(tmp_path, monkeypatch, order, is_sampled):
     model = model_of_any_shape(tmp_path, monkeypatch, order)
     options: dict[str, Any] = SAMPLED if is_sampled else {}
     # Each comes back to trees.

@@ -192,11 +192,9 @@ def test_adapters_are_switched_scaled_and_taken_away_between_calls(head: Path) -
 def test_a_wrapper_of_a_whole_model_runs_as_the_wrapper_does(tapped: Any, tmp_path: Path) -> None:
     own = tiny_target("llama")
     lora("self_attn.v_proj")(own)
-    kinds = {"kind": "eagle3" if tapped else "eagle"}
+    written = write_head(tmp_path / "head", kind="eagle3" if tapped else "eagle")
     for wrapped in (PeftStandIn(own), torch.compile(own, backend="eager")):
-        model = SpeculativeModel.from_pretrained(
-            wrapped, write_head(tmp_path / "head", **kinds), tree=TreeConfig.of(2, 2)
-        )
+        model = SpeculativeModel.from_pretrained(wrapped, written, tree=TreeConfig.of(2, 2))
         assert answer(model)[0] == own_answer(own)
 
 

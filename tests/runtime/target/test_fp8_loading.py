@@ -17,6 +17,7 @@ from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from eagle_slim.runtime.target.fp8_loading import fetch_target, load_fp8
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file, save_file
+from support.heads import change_config
 from support.hub_server import HubServer, connected
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import Tensor, nn
@@ -94,8 +95,7 @@ def publish(folder: Path, form: str, change: Callable[[dict[str, Tensor]], None]
     if change is not None:
         change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    change_config(folder, quantization_config=settings)
     model.load_state_dict(wide)
     return model
 

@@ -1,5 +1,3 @@
-"""Where a target is found, what is said where it is not, and its type on a CPU."""
-
 import shutil
 import warnings
 from pathlib import Path
@@ -92,9 +90,7 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
         (None, "", "auto"),
     ],
 )
-def test_sixteen_bits_only_where_the_processor_multiplies_in_them(
-    monkeypatch: pytest.MonkeyPatch, stored: str | None, instructions: str, dtype: torch.dtype | str
-) -> None:
+def test_sixteen_bits_only_where_the_processor_multiplies_in_them(monkeypatch, stored, instructions, dtype):
     monkeypatch.setattr(devices, "cpu_instructions", lambda: frozenset(instructions.split()))
     config = transformers.LlamaConfig(**SIZES)
     config.dtype = None if stored is None else getattr(torch, stored)

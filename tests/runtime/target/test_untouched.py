@@ -28,7 +28,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Hooks, attention, children and attributes of all modules."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_modules")
     dicts = [dict(getattr(module, name)) for module in model.modules() for name in names]
     return [*dicts, *(sorted(vars(module)) for module in model.modules()), dict(vars(model.config))]  # type: ignore[arg-type]
