@@ -23,11 +23,12 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from kernels.chips import KNOWN_CHIPS
 from support.drafting import random_head
 from support.raising import raises
+from support.sweeps import sweep
 
 TREE = TreeConfig(5, 10, 60)
 
 
-@pytest.mark.parametrize("chip", KNOWN_CHIPS)
+@pytest.mark.parametrize("chip", sweep(KNOWN_CHIPS, 90))
 @pytest.mark.parametrize("model", MODELS)
 def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_vocabularies(model: str, chip: int) -> None:
     for slots in (1, 3, 8, 16):

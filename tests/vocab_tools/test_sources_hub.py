@@ -3,9 +3,9 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +35,7 @@ def parquet(shard: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    import_module("datasets")  # takes seconds; `connected` changes it where it is imported
     with HubServer() as server:
         server.add_dataset(
             "org/texts",
@@ -104,8 +105,8 @@ def test_what_is_not_there_is_named(hub: HubServer) -> None:
 )
 def test_a_file_that_never_comes_is_given_up(hub, tmp_path, monkeypatch, name, file):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
-    monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
-    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
+    monkeypatch.setattr("datasets.config.STREAMING_READ_MAX_RETRIES", 1)
+    monkeypatch.setattr("datasets.config.STREAMING_READ_RETRY_INTERVAL", 0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with (
         connected(hub, tmp_path),
@@ -116,8 +117,10 @@ def test_a_file_that_never_comes_is_given_up(hub, tmp_path, monkeypatch, name, f
 
 
 def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
     with connected(hub, tmp_path):
-        datasets.load_dataset("org/texts")
+        load_dataset("org/texts")
         online = texts(CorpusSource("org/texts"))
     with connected(hub, tmp_path, offline=True):
         hub.reset_counts()

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from eagle_slim.convert import Artifact, ArtifactError, MismatchError, VocabRequest, atomic, verify_artifact
+from eagle_slim.convert import MismatchError, VocabRequest, atomic
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.conversion import BY_ID, by_map, convert
 from support.heads import TOKENS, change_config, config_of, write_eagle3, write_json
 from support.raising import raises_with
-from support.tampering import change_manifest
 from support.token_counts import token_counts
 
 RANKED = range(40)
@@ -39,7 +38,7 @@ def test_a_licence_is_one_text_of_the_front_matter(tmp_path, licence):
 
 
 @pytest.mark.parametrize(
-    "odd", ["date: 2024-02-30", "a: " + "[" * 5000, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"]
+    "odd", ["date: 2024-02-30", "a: " + "[" * 1000, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"]
 )
 def test_a_card_that_yaml_cannot_read_stops_no_conversion(tmp_path, odd):
     head = write_eagle3(tmp_path / "head")
@@ -57,35 +56,6 @@ def test_a_target_that_a_head_names_is_quoted_in_the_commands(tmp_path):
     card = (done.folder / "README.md").read_text()
     assert "vllm serve 'x/y; rm -rf ~' " in card
     assert front_matter(done.folder)["base_model"] == "x/y; rm -rf ~"
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("head", "repo_id"), 7),
-        (("target", "repo_id"), 7),
-        (("target", "wheel"), [1]),
-        (("head", "subfolder"), {}),
-        (("tokenizer", "hash"), 1.5),
-        (("tap_layers",), ["2"]),
-        (("warnings",), [7]),
-        (("vocabulary", "sources"), [7]),
-        (("vocabulary", "counted_ids"), "many"),
-    ],
-)
-def test_numbers_where_a_manifest_has_names_are_refused_by_place(tmp_path, target, path, value):
-    head = write_eagle3(tmp_path / "head")
-    done = convert(head, draft_vocab=320, target=target, vocabulary=BY_ID, out=tmp_path / "out")
-
-    def damage(manifest):
-        for key in path[:-1]:
-            manifest = manifest[key]
-        manifest[path[-1]] = value
-
-    change_manifest(done.folder, damage)
-    with raises_with(ArtifactError, "eagle_slim.json", *path):
-        Artifact.load(done.folder)
-    assert [check.name for check in verify_artifact(done.folder, offline=True).failed] == ["manifest"]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1, "32", True, 2.5])

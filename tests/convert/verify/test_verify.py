@@ -261,16 +261,23 @@ def test_what_cannot_be_loaded(slim, made, tmp_path):
         ("draft_vocab", "320", "draft_vocab: .* found str"),
         ("draft_vocab", 319, "rank_order_ids: .* found 320"),
         ("target_vocab", 2**40, "target_vocab of 1099511627776"),
-        ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
         ("rank_order_ids", [1.5] * 320, "rank_order_ids"),
         ("rank_order_ids", [2**70] * 320, "rank_order_ids"),
-        ("rank_order_ids", [*range(64, 384)], "name different ids"),
         ("row_checksums", "AAAA", "row_checksums"),
         ("num_forced", 321, "num_forced"),
         ("kind", "medusa", "kind"),
         ("files/README.md", None, "files: README.md"),
         ("files/model.safetensors/tensors", 5, "tensors"),
         ("vocabulary/forced", {"one": ""}, "forced"),
+        ("vocabulary/sources", [7], "vocabulary.*sources"),
+        ("vocabulary/counted_ids", "many", "vocabulary.*counted_ids"),
+        ("head/repo_id", 7, "head.*repo_id"),
+        ("head/subfolder", {}, "head.*subfolder"),
+        ("target/repo_id", 7, "target.*repo_id"),
+        ("target/wheel", [1], "target.*wheel"),
+        ("tokenizer/hash", 1.5, "tokenizer.*hash"),
+        ("tap_layers", ["2"], "tap_layers"),
+        ("warnings", [7], "warnings"),
     ],
 )
 def test_manifests_that_cannot_be_loaded(slim, path, value, named):
@@ -282,6 +289,19 @@ def test_manifests_that_cannot_be_loaded(slim, path, value, named):
         manifest[last] = value
 
     change_manifest(slim, damage)
+    load_fails(slim, named)
+    assert [check.name for check in verify_artifact(slim, offline=True).failed] == ["manifest"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
+        ("rank_order_ids", [*range(64, 384)], "name different ids"),
+    ],
+)
+def test_manifests_that_do_not_fit_the_files(slim, name, value, named):
+    change_manifest(slim, lambda manifest: manifest.update({name: value}))
     load_fails(slim, named)
 
 

@@ -30,6 +30,7 @@ from support import upstream_stand_in
 from support.raising import raises
 from support.sampling import first_in_race
 from support.small_tokenizers import write_folder
+from support.sweeps import sweep
 from support.token_counts import token_counts
 from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt
 from tokenizers import Tokenizer, models
@@ -136,7 +137,7 @@ def assert_same_texts(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, "stand-in eagle3"))
 @pytest.mark.parametrize("patch", {**PATCHES, **FUSED})
 def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str) -> None:
     model = model_of(name)
@@ -209,7 +210,7 @@ def _with_top_p(_: Any, temperature: float) -> Any:
     return LogitsProcessorList([TemperatureLogitsWarper(temperature), TopPLogitsWarper(0.9)])
 
 
-@pytest.mark.parametrize("processor", [None, _with_top_p], ids=["temperature", "top-p"])
+@pytest.mark.parametrize("processor", sweep([None, _with_top_p], None), ids=["temperature", "top-p"])
 @pytest.mark.parametrize("patch", FUSED)
 def test_sampled_tokens_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str, processor: Any) -> None:
     """Every token wins the race that the pass's key for its depth starts after all tokens before it."""

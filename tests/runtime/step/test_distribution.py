@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SamplingConfig, SpeculativeModel, TreeConfig
-from scipy import stats
 from support.sampling import warp
 from support.tiny_models import tiny_target, write_head
 
@@ -46,6 +45,8 @@ def joint_probabilities(model: SpeculativeModel, sampling: SamplingConfig) -> np
 
 def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """P-value of the observed counts; cells expected below 5 are put together."""
+    from scipy import stats
+
     expected = probabilities * counts.sum()
     large = expected >= 5
     f_obs = [*counts[large], counts[~large].sum()]

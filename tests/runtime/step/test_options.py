@@ -14,6 +14,7 @@ from eagle_slim.runtime.api.options import read_call
 from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
+from support.sweeps import sweep
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
 
@@ -59,7 +60,7 @@ def unpenalised(shared: SpeculativeModel) -> list[list[int]]:
     return own_generate(shared, max_new_tokens=20, eos_token_id=2, pad_token_id=0)
 
 
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("penalty", sweep(PENALTIES, "repetition", "several"))
 def test_penalties_equal_the_targets_own(model: SpeculativeModel, unpenalised: list[list[int]], penalty: str) -> None:
     """Drafted with keywords, plainly with a configuration."""
     options = {"max_new_tokens": 20, **PENALTIES[penalty]}
@@ -101,7 +102,7 @@ LENGTHS = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_t
 
 
 @pytest.mark.filterwarnings("ignore:.*length:UserWarning")
-@pytest.mark.parametrize("place", ["keywords", "configuration", "both"])
+@pytest.mark.parametrize("place", sweep(["keywords", "configuration", "both"], "keywords"))
 def test_lengths_mean_what_transformers_means_in_every_combination(model: SpeculativeModel, place: str) -> None:
     """With an end that comes at once if it may; of the target's own generate, beside the 256 tokens of ours."""
     for values in itertools.product(*LENGTHS.values()):

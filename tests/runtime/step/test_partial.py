@@ -16,6 +16,7 @@ from eagle_slim.runtime.step.partial import PartialChains, partial_decoder
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
+from support.sweeps import sweep
 from support.tiny_models import VOCAB, tiny_target, write_head
 from torch import Tensor
 
@@ -81,7 +82,10 @@ def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sam
     assert found.stats.num_passes < full.stats.num_passes <= found.stats.num_partial_passes + found.stats.num_passes
 
 
-@pytest.mark.parametrize("case", ["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"])
+@pytest.mark.parametrize(
+    "case",
+    sweep(["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"], "greedy", "sampled"),
+)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str) -> None:
     model = models(kind)

@@ -20,6 +20,7 @@ from eagle_slim.runtime.target import known
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, STEERED, UNCOUNTED, LoraLinear, PeftStandIn, lora, steer
 from support.raising import raises
+from support.sweeps import sweep
 from support.tiny_models import SIZES, plain_greedy, random_prompts, tiny_target, widen, write_head
 from torch import nn
 from transformers import PhiConfig, PhiForCausalLM, PhimoeConfig, PhimoeForCausalLM
@@ -29,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.SpeedWarning"),
 ]
 PROMPT = random_prompts([12])[0]
+QUICK = CHANGES.keys() - {"compiled in place", "compiled layer"}
 NEW = 8
 
 
@@ -63,11 +65,6 @@ def unchanged_answer() -> list[int]:
     return own_answer(tiny_target("llama"))
 
 
-def all_but(slow: str) -> list[Any]:
-    """All changes, one of two that compile marked as slow: the other is tested there."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name == slow else name for name in CHANGES]
-
-
 @pytest.fixture
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A way to change a model; what is global of it is undone afterwards."""
@@ -88,7 +85,7 @@ def check(model: SpeculativeModel, own: Any, expected: str) -> None:
     assert expected == FUSED or expected in path
 
 
-@pytest.mark.parametrize("change", all_but("compiled layer"), indirect=True)
+@pytest.mark.parametrize("change", sweep(CHANGES, *QUICK), indirect=True)
 def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
     act, expected, *_ = change
     own = tiny_target("llama")
@@ -100,7 +97,7 @@ def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
     check(over(own, head), own, expected)
 
 
-@pytest.mark.parametrize("change", all_but("compiled in place"), indirect=True)
+@pytest.mark.parametrize("change", sweep(CHANGES, *QUICK, "compiled layer"), indirect=True)
 def test_a_model_changed_between_two_calls(change: Any, head: Path) -> None:
     act, expected, between, is_uncounted = change
     own = tiny_target("llama")
@@ -257,7 +254,7 @@ def test_what_no_counter_shows_is_followed_after_refresh(head: Path) -> None:
     assert model.generate(prompts[2:], **options).stats.num_reused_tokens > 0
 
 
-@pytest.mark.parametrize("where", STEERED)
+@pytest.mark.parametrize("where", sweep(STEERED, "attribute", "list in a closure"))
 def test_a_plain_tensor_that_a_forward_reads_is_followed(where: str, head: Path) -> None:
     own: Any = tiny_target("llama")
     model = over(own, head)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import transformers
 from eagle_slim.runtime import SpeculativeModel, TreeConfig, UnsupportedModelError
+from support.sweeps import sweep
 from support.tiny_models import LAYERS, WINDOW, plain_greedy, random_prompts, tiny_target, widen, write_head
 from support.tiny_models import SIZES as FEW_LAYERS
 from transformers.models.llama import modeling_llama as llama
@@ -49,7 +50,7 @@ def build(family: str, options: dict[str, Any]) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config(**{**SIZES, **options})).eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sweep(FAMILIES, "soft-capped", "sinks"))
 def test_greedy_equals_the_targets_own(tmp_path: Path, name: str) -> None:
     family, options = FAMILIES[name]
     if not hasattr(transformers, f"{family}ForCausalLM"):

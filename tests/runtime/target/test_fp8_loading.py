@@ -19,6 +19,7 @@ from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file, save_file
 from support.heads import change_config
 from support.hub_server import HubServer, connected
+from support.sweeps import sweep
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import Tensor, nn
 
@@ -120,7 +121,7 @@ def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> S
     return model
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", sweep(["llama", "qwen2", "qwen3"], "llama"))
 def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> None:
     options = {"tie_word_embeddings": True} if kind == "llama" else {}
     expected = write_target(tmp_path / "target", kind, **options)
@@ -136,7 +137,7 @@ def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> 
     assert told in model.generate([[3]], max_new_tokens=1).stats.path
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sweep(FORMS, "fp8, blocks"))
 def test_a_published_form_has_the_tokens_of_its_dequantised_model(tmp_path: Path, form: str) -> None:
     dequantised = publish(tmp_path / "target", form)
     model = check_tokens(tmp_path, load(tmp_path / "target"), dequantised)
