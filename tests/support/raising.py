@@ -10,9 +10,9 @@ from eagle_slim.vocab_tools.hub import HubError
 
 
 @contextmanager
-def raises_hub_error(reason: str) -> Iterator[pytest.ExceptionInfo[HubError]]:
-    """Pass if the block raises HubError for this reason, as it names them."""
-    with pytest.raises(HubError) as caught:
+def raises_hub_error(reason: str, *words: str) -> Iterator[pytest.ExceptionInfo[HubError]]:
+    """Pass if the block raises HubError for this reason, as it names them, with a message that holds these words."""
+    with raises_with(HubError, *words) as caught:
         yield caught
     assert caught.value.reason == reason, str(caught.value)
 

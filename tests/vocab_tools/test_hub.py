@@ -48,18 +48,15 @@ def test_there_are_five_tries(hub: HubServer) -> None:
 
 
 def test_each_error_says_what_is_wrong(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raises_hub_error("missing") as caught:
+    with raises_hub_error("missing", "no revision 'no-such-branch'"):
         snapshot("no-such-branch")
-    assert "no revision 'no-such-branch'" in str(caught.value)
     hub.inject("config.json", Fault(without=("ETag",)))
-    with raises_hub_error("unreachable") as caught:
+    with raises_hub_error("unreachable", "without the ETag"):
         snapshot()
-    assert "without the ETag" in str(caught.value)
     hub.clear_faults()
     hub.inject("config.json", Fault(without=("X-Repo-Commit",)))
-    with raises_hub_error("unreachable") as caught:
+    with raises_hub_error("unreachable", "commit of a file"):
         snapshot()
-    assert "commit of a file" in str(caught.value)
     hub.clear_faults()
     for token in ("hf_gehäim", "hf_geheim\nx"):
         monkeypatch.setenv("HF_TOKEN", token)
