@@ -172,11 +172,7 @@ def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_eagle1(
-    folder: Path,
-    *,
-    container: Container = "safetensors",
-    extra: Tensors | None = None,
-    **changes: Any,
+    folder: Path, *, container: Container = "safetensors", extra: Tensors | None = None, **changes: Any
 ) -> Path:
     """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), "embed_tokens.weight": (VOCAB, HIDDEN)}

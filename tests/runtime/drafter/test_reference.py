@@ -130,13 +130,7 @@ def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) ->
 
 @pytest.mark.parametrize(
     "scaling",
-    [
-        None,
-        {"rope_type": "linear", "factor": 4.0},
-        {"type": "linear", "factor": 4.0},
-        LLAMA3_ROPE,
-        YARN_ROPE,
-    ],
+    [None, {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}, LLAMA3_ROPE, YARN_ROPE],
     ids=["none", "linear", "linear-legacy", "llama3", "yarn"],
 )
 def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> None:
