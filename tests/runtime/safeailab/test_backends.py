@@ -15,7 +15,7 @@ from eagle_slim.runtime import DrafterError, GPUAssertionError, frontier_generat
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.tuning.problem import Dims, random_head, random_step
 from eagle_slim.runtime.errors import UsageError
-from support.raising import raises
+from support.raising import raises, raises_with
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 

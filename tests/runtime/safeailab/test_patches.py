@@ -27,7 +27,7 @@ from eagle_slim.runtime.safeailab.step import step_of
 from eagle_slim.runtime.target import known
 from eagle_slim.vocab_tools import DraftVocab, TokenizerError
 from support import upstream_stand_in
-from support.raising import raises
+from support.raising import raises, raises_with
 from support.sampling import first_in_race
 from support.small_tokenizers import write_folder
 from support.sweeps import sweep

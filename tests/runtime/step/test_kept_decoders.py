@@ -19,7 +19,7 @@ from eagle_slim.runtime.step.decoders import MAX_DECODERS, Decoders
 from eagle_slim.runtime.step.graphs import recall
 from eagle_slim.runtime.step.partial import PartialChains
 from support.built_decoders import watch_decoders
-from support.raising import raises
+from support.raising import raises, raises_with
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
