@@ -121,8 +121,6 @@ def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path: Path, monke
     assert os.listdir(tmp_path) == ["file"]
 
 
-# -- kills ------------------------------------------------------------------------------------------------------------
-
 KILL = """
 import os, signal, sys
 from eagle_slim.convert import atomic

@@ -43,9 +43,6 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: Container) -> None:
@@ -135,9 +132,6 @@ def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert torch.equal(checkpoint.rows("a", [4, 0]), tensors["a"][[4, 0]])
     assert torch.equal(checkpoint.tensor("b"), tensors["b"])
-
-
-# -- which files ------------------------------------------------------------------------------------------------------
 
 
 def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
@@ -234,9 +228,6 @@ def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
         open_local_lm_head(tmp_path, "target")
 
 
-# -- refusals: safetensors --------------------------------------------------------------------------------------------
-
-
 def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
     path, entry = tmp_path / "model.safetensors", {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     truncated, huge = ({"a": entry | {"shape": shape}} for shape in ([2], [1 << 62, 1 << 62]))
@@ -279,9 +270,6 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-# -- refusals: indexes and links --------------------------------------------------------------------------------------
-
-
 def test_shard_names_that_lead_elsewhere(tmp_path: Path) -> None:
     outside = ("../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "a\\b.safetensors")
     for shard in (*outside, "", ".", "x\0.safetensors", "config.json", 7, None, ["x.safetensors"]):
@@ -298,9 +286,6 @@ def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path) -> 
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with raises_with(CheckpointError, "x.safetensors" if "x.s" in text else "model.safetensors.index.json"):
             open_checkpoint(tmp_path)
-
-
-# -- refusals: pickles ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
