@@ -210,14 +210,8 @@ def with_head_norms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def build_eagle3_head(
-    folder: Path,
-    ids: Sequence[int] | None = None,
-    taps: Sequence[int] | None = None,
-    own_lm_head: bool = True,
-    is_biased: bool = False,
-    has_trained_embedding: bool = False,
-    has_head_norms: bool = False,
-) -> Path:
+    folder, ids=None, taps=None, own_lm_head=True, is_biased=False, has_trained_embedding=False, has_head_norms=False
+):
     """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in their order, as some trainers spell it.
 
     ``taps`` writes a top-level ``eagle_aux_hidden_state_layer_ids``; without it the head is made for the default taps

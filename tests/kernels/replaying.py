@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, TreeConfig, Weights, check_finished, launch_drafter
+from eagle_slim.runtime import Buffers, DrafterConfig, TreeConfig, Weights, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
@@ -38,23 +38,13 @@ class Drafted:
         return tree_of(self.bufs)
 
 
-def draft(
-    head: HeadWeights,
-    tree: tuple[int, int, int],
-    prefixes: list[int],
-    num_new: list[int],
-    active: list[int] | None = None,
-    weight_dtype: torch.dtype | None = None,
-    separate_taps: bool = False,
-) -> Drafted:
+def draft(head, tree, prefixes, num_new, active=None, weight_dtype=None, separate_taps=False):
     cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype)
     taps = tuple(tap.contiguous() for tap in joined.chunk(3, -1)) if separate_taps else joined
     return run(cfg, taps, weights, bufs)
 
 
-def run(
-    cfg: DrafterConfig, features: torch.Tensor | tuple[torch.Tensor, ...], weights: Weights, bufs: Buffers
-) -> Drafted:
+def run(cfg, features, weights, bufs):
     nan_fill(bufs)
     step = Step.of(features, bufs)
     launch_drafter(cfg, features, weights, bufs, "triton")

@@ -86,17 +86,7 @@ def one_chunk(device: str, length: int, count: int, nodes: int) -> ChunkRows:
     return chunk
 
 
-def check(
-    rows: ForwardRows,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    window: int | None,
-    ends: list[int],
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def check(rows, heads, kv_heads, head_dim, dtype, window, ends, softcap=None, sinks=None):
     """Kernel and twin agree, whatever lies beyond the rows in use."""
     device = rows.tokens.device
     width = (heads + 2 * kv_heads) * head_dim

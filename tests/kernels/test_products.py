@@ -58,9 +58,7 @@ class Layer(NamedTuple):
     heads: tuple[int, int, int]
 
 
-def layer_of(
-    dtype: torch.dtype, device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
-) -> Layer:
+def layer_of(dtype, device, hidden, heads, middle, has_extras):
     """Of ``heads``: query heads, key heads, head_dim."""
     torch.manual_seed(hidden + middle)
     num_heads, kv_heads, head_dim = heads
@@ -101,9 +99,7 @@ def in_fp8(layer: Layer, how: str) -> Layer:
     return layer._replace(**{name: QUANTISE[how](getattr(layer, name)) for name in names})
 
 
-def run_layer(
-    layer: Layer, x: Tensor, is_twin: bool, tiles: ProductTiles | None = None, up_to_queries: bool = False
-) -> dict[str, Tensor]:
+def run_layer(layer, x, is_twin, tiles=None, up_to_queries=False):
     """All operations for rows ``x`` [rows, hidden], each fed with what the one before gave, or the first two."""
     rows, hidden = x.shape
     num_heads, kv_heads, head_dim = layer.heads

@@ -18,9 +18,7 @@ def by_map(folder: Path, ids: Iterable[int]) -> VocabRequest:
     return VocabRequest(token_map=write_freq(folder / "freq.pt", ids))
 
 
-def convert_all(
-    head: str | Path | None = None, *, count: Any = count_tokens, say: Any = lambda message: None, **options: Any
-) -> tuple[Conversion, ...]:
+def convert_all(head=None, *, count=count_tokens, say=lambda message: None, **options):
     """`convert_head` with the fields of `ConvertOptions` as keywords."""
     return convert_head(head, ConvertOptions(**options), count=count, say=say)
 

@@ -1,14 +1,12 @@
 """Random draft heads and drafting problems for the kernel tests."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, Weights, allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.tuning.problem import Dims
 from eagle_slim.runtime.drafter.tuning.problem import random_head as problem_head
-from eagle_slim.runtime.settings import TreeConfig
 
 BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -46,14 +44,7 @@ def random_head(
     return replace(whole.of_rows(ids.to(device)), tensors=tensors, rotary=rotary_embedding(rope, device))
 
 
-def with_options(
-    head: HeadWeights,
-    tap_norms: int = 0,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    head_norms: bool = False,
-    **fields: Any,
-) -> HeadWeights:
+def with_options(head, tap_norms=0, o_bias=False, mlp_bias=False, head_norms=False, **fields):
     """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`.
 
     ``head_norms``: RMSNorms over each head of q and of k.
@@ -75,14 +66,7 @@ def with_options(
     return replace(head, tensors=tensors, **fields)
 
 
-def problem(
-    head: HeadWeights,
-    tree: TreeConfig,
-    prefixes: list[int],
-    num_new: list[int],
-    active: list[int] | None = None,
-    weight_dtype: torch.dtype | None = None,
-) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
+def problem(head, tree, prefixes, num_new, active=None, weight_dtype=None):
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device

@@ -40,9 +40,7 @@ def trained_ids(count: int = 200, ascending: bool = True) -> np.ndarray:
     return np.sort(ids) if ascending else rng.permutation(ids)
 
 
-def write_target(
-    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN, shards: int = 1
-) -> Path:
+def write_target(folder, *, tied=False, dtype=torch.bfloat16, hidden=HIDDEN, shards=1):
     """A Hugging Face folder with the tensors that a conversion may read, a tokenizer, and a configuration."""
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     write_folder(folder, byte_level_bpe(TOKENS), generation_config=ids, eos_token="<|im_end|>")
@@ -80,15 +78,8 @@ def layer_shapes(prefix: str, inputs: int, head_norms: bool = False) -> dict[str
 
 
 def eagle3_tensors(
-    *,
-    rows: int | None,
-    dtype: torch.dtype = torch.bfloat16,
-    target_hidden: int = HIDDEN,
-    taps: int = 3,
-    fc_norms: bool = False,
-    input_norm: bool = False,
-    embedding: bool = False,
-) -> Tensors:
+    *, rows, dtype=torch.bfloat16, target_hidden=HIDDEN, taps=3, fc_norms=False, input_norm=False, embedding=False
+):
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * target_hidden)}
     shapes |= layer_shapes("midlayer.", 2 * HIDDEN)
@@ -171,9 +162,7 @@ def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
     return config | {key: flat[key] for key in outer if key in flat}
 
 
-def write_eagle1(
-    folder: Path, *, container: Container = "safetensors", extra: Tensors | None = None, **changes: Any
-) -> Path:
+def write_eagle1(folder, *, container="safetensors", extra=None, **changes):
     """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), "embed_tokens.weight": (VOCAB, HIDDEN)}
     shapes |= layer_shapes("layers.0.", HIDDEN) | {"layers.0.post_attention_layernorm.weight": (HIDDEN,)}
@@ -182,14 +171,7 @@ def write_eagle1(
     return write_model(folder, config | changes, tensors | (extra or {}), container)
 
 
-def write_dflash(
-    folder: Path,
-    form: Literal["z-lab", "speculators", "dspark"] = "z-lab",
-    *,
-    ids: np.ndarray | None = None,
-    extra: Tensors | None = None,
-    **changes: Any,
-) -> Path:
+def write_dflash(folder, form="z-lab", *, ids=None, extra=None, **changes):
     """A DFlash draft over layers 1, 3 and 5 (their outputs); `ids`: those of an LM head of its own, with its map.
 
     "z-lab" is flat, "speculators" nested, "dspark" flat with a Markov head of rank 4 and a confidence head.

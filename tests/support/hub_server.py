@@ -55,7 +55,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong, until `clear_faults`: with the content of a file, or with any request for a path."""
+    """What goes wrong, as long as it is injected: with the content of a file, or with any request for a path."""
 
     times: int | None = None  # None for always
     # With the content of a file:
@@ -104,7 +104,7 @@ class HubServer:
         self.tokens = {"hf_good": True, "hf_other": False}
         self.requests: list[Request] = []
         self.leaked_tokens: list[str] = []
-        self._faults: list[tuple[str, Fault]] = []
+        self.faults: list[tuple[str, Fault]] = []
         self.closing = threading.Event()
         self._hub = _Server(self)
         self._cdn = _Server(self)
@@ -133,30 +133,21 @@ class HubServer:
 
     def inject(self, name: str, fault: Fault) -> None:
         """Let requests for the content of files whose path ends in `name` go wrong."""
-        self._faults.append((name, fault))
-
-    def clear_faults(self) -> None:
-        self._faults.clear()
-
-    def reset_counts(self) -> None:
-        self.requests.clear()
+        self.faults.append((name, fault))
 
     def bytes_sent(self, suffix: str = "") -> int:
         """Bytes of bodies sent so far; only of files whose name ends in `suffix`, where one is given."""
         return sum(r.body_bytes for r in list(self.requests) if not suffix or (r.file or "").endswith(suffix))
 
-    def repo(self, repo_id: str, kind: str = "model") -> Repo:
-        return self.repos[kind, repo_id]
-
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
-        matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
+        matching = (fault for suffix, fault in self.faults if name.endswith(suffix) and fault.is_early is is_early)
         found = next((fault for fault in matching if fault.times != 0), None)
         if found is not None and found.times is not None:
             found.times -= 1
         return found
 
     def headers_without(self, name: str) -> tuple[str, ...]:
-        return next((fault.without for suffix, fault in self._faults if name.endswith(suffix)), ())
+        return next((fault.without for suffix, fault in self.faults if name.endswith(suffix)), ())
 
     def _add(self, kind: str, repo_id: str, files: Files, gated: bool = False, branch: str = "main") -> str:
         repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))

@@ -6,7 +6,6 @@ with ``topK_genrate``. Drafting is the definition of the tree in plain loops, ev
 """
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,9 +110,7 @@ class Head(nn.Module):
         return list(zip(best.values.tolist(), (best.indices + shift).tolist(), strict=True))
 
     @torch.no_grad()
-    def topK_genrate(  # noqa: N802  # upstream's name
-        self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any
-    ) -> Any:
+    def topK_genrate(self, hidden_states, input_ids, head, logits_processor):  # noqa: N802  # as upstream
         past = None if getattr(self, "stable_kv", None) is None else [each[0] for each in self.stable_kv[0]]
         begin, end = 0 if past is None else past[0].shape[1], input_ids.shape[1] - 1
         hidden = hidden_states[0]
@@ -230,9 +227,7 @@ def _next(logits: Tensor, logits_processor: Any) -> Tensor:
     return torch.multinomial(torch.softmax(logits_processor(None, logits[None])[0], 0), 1)
 
 
-def tree_decoding(
-    model: Any, tokens: Tensor, past_key_values: Any, positions: Tensor, input_ids: Tensor, retrieve_indices: Tensor
-) -> tuple[Tensor, Tensor, Any]:
+def tree_decoding(model, tokens, past_key_values, positions, input_ids, retrieve_indices):
     outputs, logits, hidden = model(
         tokens, past_key_values=past_key_values, output_orig=True, position_ids=(positions + input_ids.shape[1])[None]
     )
@@ -330,9 +325,7 @@ class EaModel(nn.Module):
         return LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 
     @torch.no_grad()
-    def ea_generate(
-        self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20, max_length: int = POSITIONS
-    ) -> Iterator[Tensor]:
+    def ea_generate(self, input_ids, temperature=0.0, max_new_tokens=20, max_length=POSITIONS):
         processor = self._begin(input_ids, temperature)
         begin, new_token = input_ids.shape[1], 0
         tokens, paths, mask, positions, *_ = initialize_tree(input_ids, self, self.past_key_values, processor)

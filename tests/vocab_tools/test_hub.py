@@ -53,11 +53,11 @@ def test_each_error_says_what_is_wrong(hub: HubServer, monkeypatch: pytest.Monke
     hub.inject("config.json", Fault(without=("ETag",)))
     with raises_hub_error("unreachable", "without the ETag"):
         snapshot()
-    hub.clear_faults()
+    hub.faults.clear()
     hub.inject("config.json", Fault(without=("X-Repo-Commit",)))
     with raises_hub_error("unreachable", "commit of a file"):
         snapshot()
-    hub.clear_faults()
+    hub.faults.clear()
     for token in ("hf_gehäim", "hf_geheim\nx"):
         monkeypatch.setenv("HF_TOKEN", token)
         with raises_hub_error("access") as caught:
@@ -102,7 +102,7 @@ def test_the_built_in_target_is_known_by_its_name(tmp_path, monkeypatch, capsys)
         broken.inject("135M-Instruct", Fault(status=503))
         assert load_tokenizer(BUILT_IN_TARGET).tokenizer_hash == expected.tokenizer_hash
         # A Hub that answers has the last word.
-        broken.clear_faults()
+        broken.faults.clear()
         with pytest.raises(TokenizerError, match="no such repository"):
             load_tokenizer(BUILT_IN_TARGET)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -120,9 +120,9 @@ def test_small_files_of_a_tokenizer_only_and_afterwards_offline(hub: HubServer, 
     assert remote.tokenizer_hash == local.tokenizer_hash
     assert remote.chat_template_hash == local.chat_template_hash
     assert forced_ids(remote).reasons == forced_ids(local).reasons
-    assert remote.revision == hub.repo("org/chat").branches["main"]
+    assert remote.revision == hub.repos["model", "org/chat"].branches["main"]
     assert hub.bytes_sent("model.safetensors") == 0
-    hub.reset_counts()
+    hub.requests.clear()
     assert load_tokenizer("org/chat", offline=True).tokenizer_hash == local.tokenizer_hash
     with connected(hub, tmp_path / "home", offline=True):
         assert load_tokenizer("org/chat").chat_template_hash == local.chat_template_hash

@@ -53,7 +53,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
     hub.inject(path, fault)
     yield
-    hub.clear_faults()
+    hub.faults.clear()
 
 
 def texts(source: CorpusSource) -> list[str]:
@@ -67,13 +67,13 @@ def test_streams_every_shard_in_order(hub: HubServer) -> None:
     corpus = open_source(source)
     assert (corpus.kind, corpus.column, corpus.size) == ("text", "text", None)
     expected = {"dataset": "org/texts", "config": "default", "split": "train", "column": "text"}
-    assert corpus.origin == expected | {"revision": hub.repo("org/texts", "dataset").branches["main"]}
+    assert corpus.origin == expected | {"revision": hub.repos["dataset", "org/texts"].branches["main"]}
     assert texts(CorpusSource("org/texts", split="test"))[0] == "shard 9 row 0"
     assert list(corpus.blocks())[1].place(17) == "org/texts, split train, shard 1, row 17"
 
 
 def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
-    hub.reset_counts()
+    hub.requests.clear()
     count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)
     assert hub.bytes_sent("train-00000-of-00003.parquet") > 0
     assert hub.bytes_sent("train-00002-of-00003.parquet") == 0
@@ -123,7 +123,7 @@ def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None
         load_dataset("org/texts")
         online = texts(CorpusSource("org/texts"))
     with connected(hub, tmp_path, offline=True):
-        hub.reset_counts()
+        hub.requests.clear()
         assert texts(CorpusSource("org/texts")) == online
         assert hub.bytes_sent() == 0
         with pytest.raises(CorpusError, match="only what is in the cache already"):

@@ -88,7 +88,7 @@ def test_sub_folders_that_lead_out(hub: HubServer, home: Path, tmp_path: Path, n
 
 def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
     found = open_head_source("org/head")
-    commit = hub.repo("org/head").branches["main"]
+    commit = hub.repos["model", "org/head"].branches["main"]
     assert (found.repo_id, found.commit, found.label) == ("org/head", commit, f"org/head@{commit[:12]}")
     assert sorted(path.name for path in found.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert "optimizer.pt" in found.files
@@ -96,7 +96,7 @@ def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
     assert found.folder.is_relative_to(home / "hub")
     assert hub.bytes_sent(".safetensors") == len(save(WEIGHTS))
     assert hub.bytes_sent(".bin") == hub.bytes_sent(".pt") == 0
-    hub.reset_counts()
+    hub.requests.clear()
     open_head_source("org/head")
     assert hub.bytes_sent(".safetensors") == 0
 
@@ -151,7 +151,7 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     # With the card of the repository, as the folder has none.
     names = {path.relative_to(found.root).as_posix() for path in found.root.rglob("*") if path.is_file()}
     assert names == {"README.md", "heads/a/config.json", "heads/a/model.safetensors"}
-    hub.reset_counts()
+    hub.requests.clear()
     assert open_head_source("org/heads", offline=True, subfolder="heads/a").folder == found.folder
     with raises_hub_error("offline"):
         open_head_source("org/heads", offline=True, subfolder="heads/b")
@@ -168,7 +168,7 @@ def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
 
 
 def test_revisions(hub: HubServer, home: Path) -> None:
-    first = hub.repo("org/head").branches["v1"]
+    first = hub.repos["model", "org/head"].branches["v1"]
     newer = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save({"x": torch.ones(1)})})
     assert open_head_source("org/head").commit == newer
     for revision, offline in (("v1", False), ("v1", True), (first, True)):
@@ -212,7 +212,7 @@ def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
             open_head_source("org/head", offline=True)
         assert hub.requests == []
         target_files("org/head")
-        hub.reset_counts()
+        hub.requests.clear()
         # Configuration only is not enough for a head.
         with raises_hub_error("offline"):
             open_head_source("org/head", offline=True)
@@ -246,7 +246,7 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(hub, home, monkeypatch, 
     assert advice
     if fault.status is not None:
         assert "as asked for" in headline, "the Hub's own reason"
-    hub.clear_faults()
+    hub.faults.clear()
     if fault.extra_bytes and huggingface_hub.__version__.startswith("1."):
         pytest.skip("before 2.0 huggingface_hub keeps a download that came too long")
     assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == save(WEIGHTS)

@@ -81,16 +81,16 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
     assert home / "assets" in record.path.parents
     assert torch.equal(load_file(record.path)["lm_head.weight"], LM_HEAD), "a file that others read"
     assert LM_HEAD.nbytes <= hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
-    hub.reset_counts()
+    hub.requests.clear()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert hub.bytes_sent(".safetensors") == 0
-    hub.reset_counts()
+    hub.requests.clear()
     assert torch.equal(values(open_lm_head("org/target", offline=True)), LM_HEAD)
     assert hub.requests == []
 
 
 def test_each_commit_has_its_own_tensor(hub: HubServer, home: Path) -> None:
-    old = hub.repo("org/target").branches["main"]
+    old = hub.repos["model", "org/target"].branches["main"]
     open_lm_head("org/target")
     other = random((ROWS, HIDDEN), 9)
     hub.add_model("org/target", sharded() | {SHARD: save({"lm_head.weight": other, **OTHERS})})
@@ -103,7 +103,7 @@ def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
 
     for name in ("config.json", "model.safetensors.index.json", SHARD):
         hf_hub_download("org/target", name)
-    hub.reset_counts()
+    hub.requests.clear()
     head = open_lm_head("org/target")
     assert torch.equal(values(head), LM_HEAD)
     assert hub.bytes_sent(".safetensors") == 0
@@ -133,8 +133,8 @@ def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(hub, home,
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
     with raises_hub_error("unreachable"):
         open_lm_head("org/target")
-    hub.clear_faults()
-    hub.reset_counts()
+    hub.faults.clear()
+    hub.requests.clear()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - 150_000 + 2000
 
@@ -156,7 +156,7 @@ def test_bytes_of_another_content_are_asked_for_once_more(hub, home, monkeypatch
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, replace(fault, times=times)))
     with nullcontext() if times else pytest.raises(SourceError, match="hf download"):
         assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-    hub.clear_faults()
+    hub.faults.clear()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 
 
@@ -167,8 +167,8 @@ def test_what_came_of_another_content_is_not_gone_on_with(hub, home, monkeypatch
         first.setattr(hub_tensor, "_etag", lambda answer, name: real(answer, name) + name.removeprefix("X-Linked-ETag"))
         before_piece(first, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
         open_lm_head("org/target")
-    hub.clear_faults()
-    hub.reset_counts()
+    hub.faults.clear()
+    hub.requests.clear()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert hub.bytes_sent(SHARD) >= LM_HEAD.nbytes
 

@@ -18,9 +18,7 @@ from support.programs import headless_browser
 from support.raising import raises
 
 
-def made_up(
-    speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10, unmeasured: tuple[str, ...] = ()
-) -> Comparison:
+def made_up(speeds, plain_s=0.1, unmeasured=()):
     """A result over 20 prompts in two categories: label to (draft vocabulary, accepted length, seconds per step)."""
     answers = []
     for label, (_, length, seconds) in {PLAIN: (0, 1.0, plain_s), **speeds}.items():

@@ -19,15 +19,7 @@ PASSES = 12
 NO_MODEL: Any = None
 
 
-def timings(
-    draft_s: float,
-    length: float,
-    num_prompts: int = 24,
-    nodes: int = 60,
-    verify_s: float = VERIFY_S,
-    seed: int = 0,
-    difficulty: NDArray[np.float64] | None = None,
-) -> Timings:
+def timings(draft_s, length, num_prompts=24, nodes=60, verify_s=VERIFY_S, seed=0, difficulty=None):
     """Steps with 3% of timing noise; prompts differ in how much is accepted, by as much for every candidate."""
     random = np.random.default_rng(seed)
     steps = num_prompts * PASSES

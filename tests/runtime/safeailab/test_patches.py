@@ -32,7 +32,7 @@ from support.sampling import first_in_race
 from support.small_tokenizers import write_folder
 from support.sweeps import sweep
 from support.token_counts import token_counts
-from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt
+from support.upstream_models import CASES, NEEDS_UPSTREAM, REAL_CASES, STAND_INS, build, prompt
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -137,7 +137,7 @@ def assert_same_texts(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "stand-in eagle3"))
+@pytest.mark.parametrize("name", [*sweep(STAND_INS, "stand-in eagle3"), *REAL_CASES])
 @pytest.mark.parametrize("patch", {**PATCHES, **FUSED})
 def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str) -> None:
     model = model_of(name)

@@ -24,12 +24,7 @@ INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "
 PROMPTS = random_prompts([5, 9, 3, 14])
 
 
-def model_of_any_shape(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    order: Sequence[TreeConfig | None],
-    seen: list[tuple[bool, int]] | None = None,
-) -> SpeculativeModel:
+def model_of_any_shape(tmp_path, monkeypatch, order, seen=None):
     """A model whose steps take the shapes of ``order`` in turn; ``seen``: whether each drafted, and nodes accepted."""
     monkeypatch.setattr(plan, "_choose_shapes", lambda *_: ((TREE, CHAIN, SHORT, None), "for a test"))
 
