@@ -3,30 +3,21 @@
 from dataclasses import replace
 
 import torch
-from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, Weights, allocate_buffers, prefill_drafter
+from eagle_slim.runtime import Buffers, DrafterConfig, Weights, allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.tuning.problem import Dims
 from eagle_slim.runtime.drafter.tuning.problem import random_head as problem_head
 
 BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SIZES = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "target_vocab": 300}
 
 
 def random_head(
-    kind: str = "eagle3",
-    hidden: int = 64,
-    intermediate: int = 96,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    target_vocab: int = 300,
-    draft_vocab: int = 120,
-    target_hidden: int = 0,
-    qkv_bias: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    rope_scaling: dict[str, object] | None = None,
-) -> HeadWeights:
+    kind="eagle3", draft_vocab=120, target_hidden=0, qkv_bias=False, dtype=torch.float32, device="cpu", **options
+):
+    """A head of the drafter's tests; options: sizes as in `SIZES`, ``seed`` and ``rope_scaling``."""
+    seed, rope_scaling = options.pop("seed", 0), options.pop("rope_scaling", None)
+    hidden, intermediate, heads, kv_heads, head_dim, target_vocab = {**SIZES, **options}.values()
     dims = Dims(hidden, intermediate, heads, kv_heads, head_dim, target_vocab, kind, 3 * target_hidden)
     whole = problem_head(dims, torch.device(device), dtype, seed)
     generator = torch.Generator().manual_seed(seed)

@@ -65,7 +65,7 @@ def test_the_built_in_target_by_its_name_offline_and_only_then(tmp_path: Path, m
 def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = write_head(tmp_path, own_lm_head=True)
+    folder = write_head(tmp_path, extra={"lm_head.weight": torch.randn(24, 32)})
     tensors = load_file(folder / "model.safetensors")
     tensors[name].view(-1)[3] = float("nan")
     save_file(tensors, folder / "model.safetensors")
