@@ -31,20 +31,23 @@ from benchmarks.shared.whole_models import model_of_8b
 
 MODELS = ("smollm2", "8b")
 ROWS = tuple(f"{model}/{kind}" for model in MODELS for kind in ("1", "4", "16", "idle", "long"))
-PROMPT, NEW, CALLS, ROUNDS, LONG_NEW, SETTLED_S = 512, 128, 6, 3, 1500, 1.0
-"""Tokens of a prompt and of an answer; calls of each client; times that each way is measured; tokens of an answer that
-runs when a long prompt comes, and seconds that it has run."""
-LONG_PROMPT = {"smollm2": 6000, "8b": 30000}
+PROMPT, NEW, CALLS, ROUNDS, SETTLED_S = 512, 128, 6, 3, 1.0
+"""Tokens of a prompt and of an answer; calls of each client; times that each way is measured; seconds that answers have
+run when a long prompt comes."""
+LONG_PROMPT, LONG_NEW = {"smollm2": 6000, "8b": 30000}, {"smollm2": 6000, "8b": 1500}
+"""Tokens of that prompt, and of the answers that run."""
 _CLIENT = Path(__file__).parent / "shared" / "http_client.py"
 
 
-def prompts_of(model: SpeculativeModel, number: int, length: int | None = None) -> list[list[int]]:
-    """Return prompts of so many tokens out of the benchmarks' questions, each beginning elsewhere."""
+def prompts_of(model: SpeculativeModel, number: int, first: int, length: int | None = None) -> list[list[int]]:
+    """Return prompts of so many tokens out of the benchmarks' questions, from the ``first`` on, each another."""
     text = (Path(__file__).parent / "prompts.jsonl").read_text(encoding="utf-8")
     length = PROMPT if length is None else length
     ids: list[int] = model.tokenizer(text).input_ids  # type: ignore[misc]
-    ids *= 2 + (length + 61 * number) // len(ids)
-    return [ids[61 * i : 61 * i + length] for i in range(number)]
+    # Nothing of one is reused for another.
+    starts = [(61 * i) % len(ids) for i in range(first, first + number)]
+    ids *= 2 + length // len(ids)
+    return [ids[start : start + length] for start in starts]
 
 
 def call_from_processes(port: int, calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
@@ -96,23 +99,22 @@ def body(prompt: Sequence[int], stream: bool, new: int | None = None) -> dict[st
 
 def run_row(model: SpeculativeModel, server: Server, clients: int) -> dict[str, Any]:
     """Measure ``clients`` calls at a time, each way in turn."""
-    prompts = prompts_of(model, clients * CALLS)
     rates: dict[str, list[float]] = {"generate": [], "whole": [], "streamed": []}
-    different = 0
     options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "max_slots": clients}
-    model.generate(prompts, **options)
-    for _ in range(ROUNDS):
+    number, different = clients * CALLS, 0
+    model.generate(prompts_of(model, number, 0), **options)
+    for turn in range(2 * ROUNDS):
+        stream, prompts = bool(turn % 2), prompts_of(model, number, (turn + 1) * number)
         output = model.generate(prompts, **options)
         rates["generate"].append(output.stats.tokens_per_s)
-        for name, stream in (("whole", False), ("streamed", True)):
-            shares = [[body(prompt, stream) for prompt in prompts[i::clients]] for i in range(clients)]
-            done = call_from_processes(server.port, shares)
-            calls = [call for client in done for call in client]
-            took = max(call["times"][-1] for call in calls) - min(call["sent"] for call in calls)
-            rates[name].append(len(calls) * NEW / took)
-            for i in range(clients):
-                answers = [call["tokens"] for call in done[i]]
-                different += sum(a != b for a, b in zip(answers, output.token_ids[i::clients], strict=True))
+        shares = [[body(prompt, stream) for prompt in prompts[i::clients]] for i in range(clients)]
+        done = call_from_processes(server.port, shares)
+        calls = [call for client in done for call in client]
+        took = max(call["times"][-1] for call in calls) - min(call["sent"] for call in calls)
+        rates["streamed" if stream else "whole"].append(number * NEW / took)
+        for i in range(clients):
+            answers = [call["tokens"] for call in done[i]]
+            different += sum(a != b for a, b in zip(answers, output.token_ids[i::clients], strict=True))
     medians = {f"{name}_tokens_s": statistics.median(values) for name, values in rates.items()}
     ratios = {
         f"{name}_ratio": medians[f"{name}_tokens_s"] / medians["generate_tokens_s"] for name in ("whole", "streamed")
@@ -122,7 +124,7 @@ def run_row(model: SpeculativeModel, server: Server, clients: int) -> dict[str, 
 
 def run_idle(model: SpeculativeModel, server: Server) -> dict[str, Any]:
     """Measure single streams beside calls of `generate`."""
-    prompts = prompts_of(model, 12)
+    prompts = prompts_of(model, 12, 1000)
     calls = call_from_processes(server.port, [[body(prompt, True) for prompt in prompts]])[0]
     first_s = statistics.median(call["times"][0] - call["sent"] for call in calls[2:])
     gaps = [after - before for call in calls[2:] for before, after in pairwise(call["times"])]
@@ -139,9 +141,9 @@ def run_idle(model: SpeculativeModel, server: Server) -> dict[str, Any]:
 
 def run_long(model: SpeculativeModel, server: Server, name: str, slots: int) -> dict[str, Any]:
     """Measure the gaps of running streams around the arrival of a long prompt."""
-    prompts, long = prompts_of(model, slots - 1), prompts_of(model, 1, LONG_PROMPT[name])[0]
+    prompts, long = prompts_of(model, slots - 1, 2000), prompts_of(model, 1, 3000, LONG_PROMPT[name])[0]
     found: list[Any] = []
-    running = [[body(prompt, True, new=LONG_NEW)] for prompt in prompts]
+    running = [[body(prompt, True, new=LONG_NEW[name])] for prompt in prompts]
     thread = threading.Thread(target=lambda: found.extend(call_from_processes(server.port, running)))
     thread.start()
     while server.service.engine.num_running < slots - 1 and thread.is_alive():

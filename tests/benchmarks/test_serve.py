@@ -16,9 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpeculativeModel:
-    for name, value in (("PROMPT", 20), ("NEW", 6), ("CALLS", 1), ("ROUNDS", 1), ("LONG_NEW", 120)):
+    for name, value in (("PROMPT", 20), ("NEW", 6), ("CALLS", 1), ("ROUNDS", 1)):
         monkeypatch.setattr(serve, name, value)
     monkeypatch.setitem(serve.LONG_PROMPT, "smollm2", 60)
+    monkeypatch.setitem(serve.LONG_NEW, "smollm2", 120)
     monkeypatch.setattr(serve, "SETTLED_S", 0.0)
     target, head = write_pair(tmp_path)
     return SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(2, 3, 9), dtype="float32", max_model_len=200)
