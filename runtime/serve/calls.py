@@ -54,6 +54,8 @@ class ServedAnswer:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     told_at: float = 0.0
+    num_told: int = 0
+    """Tokens that the engine's thread has sent."""
 
 
 class ServedCall:

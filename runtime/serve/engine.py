@@ -48,7 +48,6 @@ class ServeEngine:
         self._waiting: deque[tuple[ServedAnswer, CallRules]] = deque()
         self._running: dict[Request, ServedAnswer] = {}
         """Taken by the model; the engine's thread changes it."""
-        self._told: dict[Request, int] = {}
         self._numbers = count()
         self._seconds = 1.0
         """Of an answer, in the mean of the last ones."""
@@ -86,15 +85,12 @@ class ServeEngine:
         """Queue the answers of a call. Raises `RefusedError` where too many wait."""
         with self._changed:
             room = self.num_slots + self.max_waiting - len(self._waiting) - len(self._running)
-            if len(call.answers) > room or self._is_closed:
-                after = max(1, round(self._seconds * len(self._waiting) / self.num_slots))
-                reason = f"{len(self._waiting)} answers wait already" if not self._is_closed else "The server ends"
-                raise RefusedError(
-                    f"{reason}. Try again later.",
-                    503 if self._is_closed else 429,
-                    "overloaded",
-                    **{"Retry-After": str(after)},
-                )
+            if self._is_closed:
+                raise RefusedError("The server ends.", 503)
+            if len(call.answers) > room:
+                after = {"Retry-After": str(max(1, round(self._seconds * len(self._waiting) / self.num_slots)))}
+                waiting = f"{len(self._waiting)} answers wait already. Try again later."
+                raise RefusedError(waiting, 429, "overloaded", **after)
             for answer in call.answers:
                 answer.request.index = next(self._numbers)
             self._waiting.extend(zip(call.answers, rules, strict=True))
@@ -128,13 +124,12 @@ class ServeEngine:
         """See `Source`: tell the event loop of new tokens and ends."""
         news = []
         for request, answer in [*self._running.items()]:
-            told, reason = self._told.get(request, 0), request.finish_reason
-            if len(request.token_ids) > told or reason is not None:
-                news.append((answer, request.token_ids[told:], reason))
-                self._told[request] = len(request.token_ids)
+            new, reason = request.token_ids[answer.num_told :], request.finish_reason
+            if new or reason is not None:
+                news.append((answer, new, reason))
+                answer.num_told += len(new)
             if reason is not None:
                 del self._running[request]
-                self._told.pop(request, None)
         if news:
             self._events.call_soon_threadsafe(self._tell, news)
 
@@ -175,7 +170,11 @@ class ServeEngine:
                         torch.cuda.synchronize()
         except BaseException as error:
             self.model, self.failure = None, error
-            self._fail_all(RuntimeError("the server ends"))
+            with self._changed:
+                self._is_closed = True
+                self._running |= {answer.request: answer for answer, _ in self._waiting}
+                self._waiting.clear()
+            self._fail_all(RefusedError("The server has failed.", 503))
         self._events.call_soon_threadsafe(self._ended)
 
     def _wait(self) -> bool:

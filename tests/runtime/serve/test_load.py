@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import http.client
+import json
+import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -73,3 +78,42 @@ def test_answers_under_load_on_a_gpu(number: int) -> None:
     model = SpeculativeModel.from_pretrained(dtype="bfloat16", device="cuda", max_model_len=1900)
     with serving(lambda: model, ServeOptions(max_slots=16)) as served:
         compare_under_load(mixed_calls(number, 40000, longest=900), model, served, leaves=0.1)
+
+
+def counts() -> dict[str, int]:
+    """Objects, threads and open files of this process."""
+    gc.collect()
+    return {
+        "objects": len(gc.get_objects()),
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+@pytest.mark.slow
+def test_many_calls_leave_nothing_behind(served: Served) -> None:
+    """A day's worth in short: whole answers, streams, refusals, and clients that hang up."""
+    address, calls = served.url.removeprefix("http://"), mixed_calls(200, 300, longest=20)
+
+    def talk(number: int) -> None:
+        connection = http.client.HTTPConnection(address)
+        for index in range(number):
+            call = calls[index % len(calls)]
+            body = {"prompt": call.prompt, **call.options, "max_tokens": index % 5, "stream": index % 3 == 0}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            if index % 50 == 49:
+                connection.close()
+                continue
+            connection.getresponse().read()
+        connection.close()
+
+    def talk_of(number: int) -> dict[str, int]:
+        with ThreadPoolExecutor(4) as clients:
+            assert [*clients.map(talk, [number // 4] * 4)] == [None] * 4
+        wait_for(lambda: served.service.engine.num_running + served.service.engine.num_waiting == 0)
+        return counts()
+
+    before, after = talk_of(2000), talk_of(18000)
+    assert after["threads"] <= before["threads"]
+    assert after["files"] <= before["files"] + 4
+    assert after["objects"] < before["objects"] + 5000
