@@ -97,28 +97,24 @@ class ServeEngine:
             self._changed.notify()
 
     def cancel(self, call: ServedCall) -> None:
-        """End what has not ended of a call, before the model's next step."""
-        for answer in call.answers:
-            answer.request.is_cancelled = True
+        """End what has not ended of a call: at once what waits, what runs before the model's next step."""
+        with self._changed:
+            for answer in call.answers:
+                answer.request.is_cancelled = True
+            gone = [answer for answer, _ in self._waiting if answer.call is call]
+            self._waiting = deque(each for each in self._waiting if each[0].call is not call)
+        self._tell([(answer, [], "cancelled") for answer in gone])
 
     def has_waiting(self) -> bool:
         """See `Source`."""
         return bool(self._waiting)
 
     def take(self, count: int) -> list[tuple[Request, CallRules]]:
-        """See `Source`; requests whose clients have gone end here."""
-        taken, is_any_gone = list[tuple[Request, CallRules]](), False
+        """See `Source`."""
         with self._changed:
-            while self._waiting and (len(taken) < count or self._waiting[0][0].request.is_cancelled):
-                answer, rules = self._waiting.popleft()
-                self._running[answer.request] = answer
-                if answer.request.is_cancelled:
-                    answer.request.finish_reason, is_any_gone = "cancelled", True
-                else:
-                    taken.append((answer.request, rules))
-        if is_any_gone:
-            self.publish()
-        return taken
+            taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+            self._running |= {answer.request: answer for answer, _ in taken}
+        return [(answer.request, rules) for answer, rules in taken]
 
     def publish(self) -> None:
         """See `Source`: tell the event loop of new tokens and ends."""
