@@ -99,7 +99,9 @@ def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
     return ids
 
 
-def encode_conversation(tokenizer: Any | None, messages: str | Messages, **variables: Any) -> list[int]:
+def encode_conversation(
+    tokenizer: Any | None, messages: str | Messages, variables: Mapping[str, Any] | None = None
+) -> list[int]:
     """Encode a conversation, or one user message: see `SpeculativeModel.encode_chat`; ``variables`` of the template."""
     if tokenizer is None:
         raise UsageError("A chat needs a tokenizer. Load the model with one.")
@@ -114,7 +116,7 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages, **varia
             raise UsageError("messages: the tokenizer has no chat template for a system message. Leave that out.")
         return encode_text(tokenizer, content)
     try:
-        text = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, tokenize=False, **variables)
+        text = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, tokenize=False, **variables or {})
     except Exception as error:  # a template is a program of its own
         raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
     return encode_text(tokenizer, text, add_special_tokens=False)

@@ -149,7 +149,7 @@ def _encode_chat(model: SpeculativeModel, fields: Mapping[str, Any]) -> list[int
         raise RefusedError(f"{wrong[0]} is not served in chat_template_kwargs.", param="chat_template_kwargs")
     if fields.get("tools") and fields.get("tool_choice") != "none":
         more = {**more, "tools": fields["tools"]}
-    return encode_conversation(model.tokenizer, [_read_message(each) for each in messages], **more)
+    return encode_conversation(model.tokenizer, [_read_message(each) for each in messages], more)
 
 
 def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
