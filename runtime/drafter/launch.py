@@ -276,14 +276,14 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     """Return constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs, layout = block_rows(cfg), params.num_programs, params.layout
     stream = StreamLayout.of(cfg, layout, draft_vocab)
-    segments = tap_segments(cfg)
+    segments, new_width = tap_segments(cfg), buffer_layout(cfg)["new_tokens"][0][1]
     outputs = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
     outputs = max(16, min(outputs, 4096 // rows))
     chunk, tile = layout.chunks["mlp"], params.tiles["mlp"]
     gates = cfg.hidden, cfg.intermediate, stream.rows.mlp
     plan = DraftPlan(
         head=_head_shape(cfg),
-        grid=Grid(programs, len_lists(programs), cfg.num_slots, cfg.embed_rows, buffer_layout(cfg)["new_tokens"][0][1]),
+        grid=Grid(programs, len_lists(programs), padded_slots(cfg), cfg.embed_rows, new_width),
         stream=stream,
         operands=OperandLayout.of(cfg),
         row=RowShape(cfg.hidden, eps=cfg.norm_eps),
@@ -296,7 +296,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         mlp=MlpShape(*gates, chunk, cfg.has_fp8, cfg.activation, cfg.has_mlp_bias, tile),
         lm_head=_head_tiles(cfg, params, stream.rows.head),
         select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
-        tree=TreeBounds(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
+        tree=TreeBounds.of(cfg.tree),
         gather=1 if cfg.num_slots == 1 else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
     )
     return {"PLAN": plan}
@@ -352,6 +352,7 @@ def kernel_arguments(
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
         "tap_offset_2": offsets[1],
+        "num_slots": cfg.num_slots,
         "depth": bufs.tree.depth,
         "total_tokens": bufs.tree.total_tokens,
         "step": StepInputs(*(getattr(bufs, name) for name in StepInputs._fields)),
