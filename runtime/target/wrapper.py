@@ -173,7 +173,8 @@ class TargetModel(Target):
                 self._record_features(self._copy)
                 lm_head: Any = self._copy.of(self.model.get_output_embeddings())
                 # Quantised weights multiply themselves.
-                if type(lm_head) is nn.Linear and type(lm_head.weight) is nn.Parameter and lm_head.bias is None:
+                is_plain = type(lm_head) is nn.Linear and type(lm_head.weight) is nn.Parameter
+                if is_plain and lm_head.bias is None:
                     vars(lm_head).setdefault("forward", partial(few_rows, weight=lm_head.weight))
         for name in ("layer_shapes", "eager_reason", "weight_bytes"):
             vars(self).pop(name, None)
