@@ -73,9 +73,7 @@ def model_options(function: _Decorated) -> _Decorated:
 
 def _refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     if value is not None:
-        raise click.UsageError(
-            f"{param.opts[0]} was removed. Draft over 16,000 rows instead, which gains as much.", ctx
-        )
+        raise click.UsageError(f"{param.opts[0]} was removed. Draft over 16,000 rows instead; it gains as much.", ctx)
 
 
 no_follow_option = click.option("--follow", hidden=True, expose_value=False, callback=_refuse, help="Removed.")
