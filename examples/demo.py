@@ -44,7 +44,7 @@ def run(*command: str, folder: Path, shown: slice | None = None) -> list[str]:
 def measure(head: Path, num_tokens: int) -> str:
     """Answer with drafts and without, in turn; return accepted length and speeds as two lines."""
     torch.set_num_threads(1)  # threads that wait for others would count as busy
-    model = SpeculativeModel.from_pretrained(head, dtype="float32").with_tree(None)
+    model = SpeculativeModel.from_pretrained(head=head, dtype="float32").with_tree(None)
     is_cpu = model.target.device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter
     prompt, seconds = model.encode_chat(PROMPT), {True: 0.0, False: 0.0}
