@@ -216,8 +216,18 @@ def test_no_step_passes_over_more_rows_than_pay() -> None:
 
 def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
     every = shapes.SHAPES
-    assert shapes.shape_by_size(False, 1, 16_000, 500, every) == LONG
     assert shapes.shape_by_size(True, 1, 16_000, 500, every) == LARGE
     assert shapes.shape_by_size(True, 16, 16_000, 500, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 4_000, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 9_000, every) is None
+
+
+def test_a_cpu_passes_over_few_rows() -> None:
+    def fixed(batch: int, tree: TreeConfig) -> shapes.Shape:
+        return shapes.shape_by_size(False, batch, 16_000, 4_000, shapes.shapes_up_to(tree, shapes.ON_CPU))
+
+    assert fixed(1, LARGE) == fixed(2, LARGE) == TreeConfig(1, 3, 4)
+    assert fixed(4, LARGE) == TreeConfig(0, 1, 2)
+    # Within the tree that was asked for.
+    assert fixed(1, TreeConfig(5, 1, 7)) == CHAIN
+    assert fixed(1, TreeConfig(0, 2, 3)) == TreeConfig(0, 2, 3)
