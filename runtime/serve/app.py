@@ -62,8 +62,7 @@ class Service:
     ) -> None:
         self.options, self.names, self.fingerprint = options, list(options.names), ""
         self._hooks = (ready, ended)
-        self.metrics = Metrics()
-        self._load = load
+        self.metrics, self._load = Metrics(), load
         self.engine = ServeEngine(self._load_named, options.max_slots, options.max_waiting, self.metrics)
         # Tokenizers and templates take long for long prompts.
         self._reader = ThreadPoolExecutor(1, "reader")
@@ -71,8 +70,7 @@ class Service:
     def _load_named(self) -> SpeculativeModel:
         """Load the model in the engine's thread, and derive what it is called."""
         model = self._load()
-        config = model.config
-        opened = model.opened
+        config, opened = model.config, model.opened
         named = None if opened is None else opened.target_name
         target = str(named or getattr(config, "_name_or_path", "") or config.model_type)
         self.names = self.names or [target]
@@ -91,14 +89,14 @@ class Service:
         from starlette.middleware import Middleware
         from starlette.middleware.cors import CORSMiddleware
         from starlette.requests import ClientDisconnect
+        from starlette.responses import Response
         from starlette.routing import Route
 
-        cors = Middleware(
-            CORSMiddleware, allow_origins=list(self.options.origins), allow_methods=["*"], allow_headers=["*"]
-        )
+        origins = list(self.options.origins)
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         routes = [
-            Route("/health", self._health),
-            Route("/metrics", self._show_metrics),
+            Route("/health", lambda _: Response(status_code=503 if self.engine.model is None else 200)),
+            Route("/metrics", lambda _: Response(self.metrics.text(), headers={"content-type": self.metrics.kind})),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
             Route("/v1/completions", partial(self._answer, "text"), methods=["POST"]),
@@ -107,7 +105,7 @@ class Service:
         handlers: dict[Any, Any] = dict.fromkeys((EagleSlimError, HTTPException, ClientDisconnect, Exception), _refuse)
         return Starlette(
             routes=routes,
-            middleware=[cors] if self.options.origins else [],
+            middleware=[cors] if origins else [],
             exception_handlers=handlers,
             lifespan=self._lifespan,
         )
@@ -132,17 +130,6 @@ class Service:
         if matches and not any(matches):
             raise RefusedError("The API key is not right.", 401, "invalid_api_key")
         return str(matches.index(True)) if len(matches) > 1 else None
-
-    async def _health(self, _request: Any) -> Any:
-        from starlette.responses import Response
-
-        return Response(status_code=503 if self.engine.model is None else 200)
-
-    async def _show_metrics(self, _request: Any) -> Any:
-        from starlette.responses import Response
-
-        text, kind = self.metrics.text()
-        return Response(text, headers={"content-type": kind})
 
     async def _models(self, request: Any) -> Any:
         from starlette.responses import JSONResponse

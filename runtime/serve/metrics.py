@@ -29,9 +29,9 @@ class Metrics:
     """Metrics of one server."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
-        self.registry = CollectorRegistry()
+        self.registry, self.kind = CollectorRegistry(), CONTENT_TYPE_LATEST
 
     def begin(self, name: str, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Count from now on, for a model's name; ``running`` and ``waiting`` count answers when they are asked for."""
@@ -73,8 +73,8 @@ class Metrics:
         for key, number in counts.items():
             self._counters[key].inc(number)
 
-    def text(self) -> tuple[bytes, str]:
-        """Return all metrics as Prometheus reads them, and the type of that text."""
-        from prometheus_client import exposition
+    def text(self) -> bytes:
+        """Return all metrics as Prometheus reads them; ``kind`` is the type of that text."""
+        from prometheus_client import generate_latest
 
-        return exposition.generate_latest(self.registry), exposition.CONTENT_TYPE_LATEST
+        return generate_latest(self.registry)

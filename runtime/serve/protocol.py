@@ -81,9 +81,7 @@ def read_asked(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[
     fields = {name: value for name, value in given.items() if value is not None}
     name = fields.get("model", names[0])
     if name not in names:
-        raise RefusedError(
-            f"The model {brief(name)} does not exist; {names[0]!r} does.", 404, "model_not_found", "model"
-        )
+        raise RefusedError(f"There is no model {brief(name)} but {names[0]!r}.", 404, "model_not_found", "model")
     for field, value in fields.items():
         is_known = field in _SERVED | _BY_KIND[kind] | _WITHOUT_EFFECT
         if field in _NEUTRAL:
@@ -91,9 +89,11 @@ def read_asked(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[
             is_known = any(value == each and type(value) in (type(each), float) for each in _NEUTRAL[field])
         if not is_known:
             raise RefusedError(f"{field} = {brief(value)} is not served.", code="unsupported_parameter", param=field)
-    flags = {field: read_flag(field, fields.get(field, False)) for field in ("stream", "return_token_ids")}
+    is_streamed, return_token_ids = (
+        read_flag(each, fields.get(each, False)) for each in ("stream", "return_token_ids")
+    )
     stream_options = fields.get("stream_options", {})
-    if not isinstance(stream_options, dict) or (stream_options and not flags["stream"]):
+    if not isinstance(stream_options, dict) or (stream_options and not is_streamed):
         raise misfit("stream_options", "an object, beside stream = true", stream_options)
     count = read_count("n", fields.get("n", 1), 1)
     options = {field: fields[field] for field in SAME_NAME if field in fields}
@@ -114,18 +114,9 @@ def read_asked(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[
     if not is_greedy:
         seed = secrets.randbelow(2**63) if seed is None else seed
         options |= {"seed": [seed] * len(prompts), "num_return_sequences": count}
-    entries = model.read_requests(prompts, options)
     include_usage = read_flag("include_usage", stream_options.get("include_usage") or False)
-    return Asked(
-        kind,
-        name,
-        entries,
-        count,
-        None if is_greedy else seed,
-        flags["stream"],
-        include_usage,
-        flags["return_token_ids"],
-    )
+    entries = model.read_requests(prompts, options)
+    return Asked(kind, name, entries, count, None if is_greedy else seed, is_streamed, include_usage, return_token_ids)
 
 
 def _read_prompts(fields: Mapping[str, Any]) -> list[Any]:
@@ -159,13 +150,10 @@ def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
         raise misfit("role of one of the messages", "a text", message.get("role"))
     message["role"] = "system" if message["role"] == "developer" else message["role"]
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise misfit("content of one of the messages", "text, or parts of type text", content)
-        message["content"] = "\n".join(map(str, parts))
-    elif not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(texts) == len(content) and all(part.get("type") == "text" for part in content):
+            message["content"] = "\n".join(texts)
+    if not (isinstance(message.get("content"), str) or (content is None and message.get("tool_calls"))):
         raise misfit("content of one of the messages", "text, or parts of type text", content)
     try:
         message["tool_calls"] = [_read_call(each) for each in given.get("tool_calls") or ()]
