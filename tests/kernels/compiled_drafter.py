@@ -54,7 +54,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
     of_head |= {"stream": weight, "row_ids": "*i32", "draft_vocab": "i32", "stride_embedding": "i32"}
     groups = {
         "features": Features(model, "i32", "i32"),
-        **{"tap_offset_1": "i64", "tap_offset_2": "i64", "depth": "i32", "total_tokens": "i32"},
+        **{"tap_offset_1": "i64", "tap_offset_2": "i64", "num_slots": "i32", "depth": "i32", "total_tokens": "i32"},
         "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
         "head": HeadTensors(**of_head),
         "cache": DraftCache(model, model, "i32", "i32"),
