@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -16,11 +17,19 @@ from threading import Thread
 
 import torch
 
-from .kernels.jobs import Job, writable_cache
+from .kernels.jobs import Job, prepare, writable_cache
 
 logger = logging.getLogger(__name__)
 MOST_PROCESSES = 14
 """Most compilations at a time: those of a step are some fifty, of which a few take ten times as long as the others."""
+
+
+class _Worker(subprocess.Popen[bytes]):
+    """The process that compiles; it may outlive this one, and ends by itself."""
+
+    def __del__(self) -> None:
+        """Leave no zombie, and do not warn."""
+        self.poll()
 
 
 class CompilePool:
@@ -34,14 +43,20 @@ class CompilePool:
         self.capability = capability
         self.most = most or max(1, min(MOST_PROCESSES, cores - 1))
         self._cache = writable_cache()
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._worker: _Worker | None = None
         self._pipe: Connection | None = None
         self._outbox: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._numbers: dict[Job, int] = {}
         self._pending: dict[int, Job] = {}
 
+    def prepare(self) -> None:
+        """Begin what recording needs, beside other work, and the process that compiles where nothing is compiled."""
+        Thread(target=_prepare, daemon=True).start()
+        if not os.listdir(self._cache):
+            self.start()
+
     def start(self) -> None:
-        """Start the process that compiles, unless it runs: it imports Triton meanwhile."""
+        """Start the process that compiles, unless it runs."""
         if self._worker is not None and self._worker.poll() is None:
             return
         self._give_up("the process that compiles has ended")
@@ -49,7 +64,7 @@ class CompilePool:
         command = [sys.executable, "-m", "eagle_slim.runtime.compiling.worker"]
         numbers = [str(each) for each in (there.fileno(), self.capability, self.most)]
         # In a session of its own: an interrupt is this process's alone. No GPU: it would take memory there.
-        self._worker = subprocess.Popen(
+        self._worker = _Worker(
             [*command, *numbers],
             pass_fds=[there.fileno()],
             start_new_session=True,
@@ -116,6 +131,12 @@ class CompilePool:
             self._outbox.put(None)
             self._pipe.close()
         self._pipe = self._worker = None
+
+
+def _prepare() -> None:
+    # What fails here fails in full where a kernel is launched.
+    with suppress(Exception):
+        prepare()
 
 
 def _send_all(outbox: SimpleQueue[tuple[int, Job] | None], pipe: Connection) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedModelError, UsageError, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig, explain_fields, explain_unknown
-from .weights import HeadWeights
+
+if TYPE_CHECKING:
+    # Processes that only compile read this file, and import no library for it.
+    from .weights import HeadWeights
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -36,11 +36,12 @@ pool = CompilePool(90, 2)
 """
 
 
-def run(script: str, cache: Path, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(TESTS.parent)}
+def run(script: str, cache: Path, *flags: str, begin: str = BEGIN, **options: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.Popen(
-        [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
+        [sys.executable, *flags, "-c", begin + textwrap.dedent(script)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,9 +50,9 @@ def run(script: str, cache: Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def printed(script: str, cache: Path) -> tuple[Any, str]:
+def printed(script: str, cache: Path, *flags: str, begin: str = BEGIN) -> tuple[Any, str]:
     """What a script prints as JSON, and its standard error."""
-    out, err = run(script, cache).communicate(timeout=240)
+    out, err = run(script, cache, *flags, begin=begin).communicate(timeout=240)
     return json.loads(out.splitlines()[-1]), err
 
 
@@ -91,6 +92,52 @@ def test_what_was_recorded_is_compiled_and_nothing_launched(tmp_path: Path) -> N
     # What the cache has needs no process.
     assert (found["again"], found["processes"]) == (True, True)
     assert "compiled where" not in err
+
+
+def test_what_compiles_imports_no_library_for_it(tmp_path: Path) -> None:
+    """PyTorch and transformers take longer than most kernels, and all jobs wait while one is read."""
+    record = """
+    import pickle
+    from eagle_slim.runtime.drafter.launch_params import choose_launch
+    from eagle_slim.runtime.drafter.tuning import precompile, problem
+    from eagle_slim.runtime.settings import TreeConfig
+    from kernels.chips import KNOWN_CHIPS
+
+    dims = problem.MODELS["smollm2-135m"]
+    cfg = problem.draft_config(dims, 4096, TreeConfig(2, 4, 8), 1, 1024)
+    case = precompile.LaunchCase(dims, cfg, choose_launch(cfg, KNOWN_CHIPS[90]))
+    jobs |= dict.fromkeys(precompile.record_launch(case))
+    print(json.dumps([pickle.dumps(job).hex() for job in jobs]))
+    """
+    read = f"""
+    import json, pickle, sys
+    from eagle_slim.runtime.compiling import worker
+
+    worker.begin(90)
+    names = [pickle.loads(bytes.fromhex(job)).name for job in {printed(record, tmp_path)[0]!r}]
+    libraries = [name for name in ("torch._C", "transformers", "numpy") if name in sys.modules]
+    print(json.dumps([names, libraries]))
+    """
+    found, _ = printed(read, tmp_path, begin="")
+    assert found == [["_begin_prompt_kernel", "_list_active_kernel", "draft_kernel"], []]
+
+
+def test_the_process_starts_early_where_nothing_is_compiled(tmp_path: Path) -> None:
+    """Else only when something is missing."""
+    script = """
+    pool.prepare()
+    early = pool._worker is not None
+    pool.submit(jobs)
+    again = CompilePool(90)
+    pool.wait(jobs)
+    again.prepare()
+    again.submit(jobs)
+    print(json.dumps([early, again._worker is not None]))
+    """
+    found, err = printed(script, tmp_path, "-Wdefault::ResourceWarning")
+    assert found == [True, False]
+    # It goes on for a while after the end of this one.
+    assert "ResourceWarning" not in err
 
 
 def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) -> None:
