@@ -108,17 +108,34 @@ ALL_LAUNCHES: Launches = Counter()
 """Those of this process so far, warm-ups and captures included."""
 
 
-class _Counts(threading.local):
+class _Thread(threading.local):
     def __init__(self) -> None:
         self.launches: Launches = Counter()
+        self.rehearses = False
 
 
-_COUNTS = _Counts()
+_THREAD = _Thread()
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Run a block for its kernels alone: of launches that differ in numbers only, one will do; counts none."""
+    _THREAD.rehearses = True
+    try:
+        with counted_apart():
+            yield
+    finally:
+        _THREAD.rehearses = False
+
+
+def rehearses() -> bool:
+    """Return whether this thread is in a `rehearsal`."""
+    return _THREAD.rehearses
 
 
 def count_launches(launches: Launches) -> None:
     """Add launches to this thread's count, and to the process's."""
-    _COUNTS.launches.update(launches)
+    _THREAD.launches.update(launches)
     ALL_LAUNCHES.update(launches)
 
 
@@ -131,8 +148,8 @@ def tuned_counts(launches: Launches) -> dict[str, int]:
 @contextmanager
 def counted_apart() -> Iterator[Launches]:
     """Count launches of this block separately."""
-    outside, _COUNTS.launches = _COUNTS.launches, Counter()
+    outside, _THREAD.launches = _THREAD.launches, Counter()
     try:
-        yield _COUNTS.launches
+        yield _THREAD.launches
     finally:
-        _COUNTS.launches = outside
+        _THREAD.launches = outside

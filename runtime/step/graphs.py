@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..compiling.kernels.jobs import Job, recording
 from ..compiling.pool import CompilePool
-from ..ops import count_launches, counted_apart, side_stream
+from ..ops import count_launches, counted_apart, rehearsal, side_stream
 from .kernels.choice_kernels import ChoiceRules
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -181,7 +181,7 @@ class Graphs:
         new = {key: run for key, run in new.items() if (rules, key) not in self._jobs}
         if self._compiler is None or not new:
             return
-        with counted_apart(), self._no_slots(), side_stream():
+        with rehearsal(), self._no_slots(), side_stream():
             for key, run in new.items():
                 jobs = self._jobs[rules, key] = {}
                 with recording(jobs):
@@ -206,7 +206,7 @@ class Graphs:
         """Run work over no slots, to load kernels and create handles, which a capture cannot."""
         if self._compiler is None:
             _LOG.info(_COMPILING)
-        with counted_apart(), self._no_slots(), side_stream():
+        with rehearsal(), self._no_slots(), side_stream():
             for run in runs:
                 run()
 

@@ -251,7 +251,7 @@ def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_ro
         out[slot, last - accepted : last] = features[first + state.path[slot, :accepted].long()]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _commit_features_kernel(
     state,
     feature_ptr,
@@ -260,7 +260,7 @@ def _commit_features_kernel(
     out_ptr,
     stride_slot,
     stride_step,
-    NODES: tl.constexpr,
+    nodes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -272,7 +272,7 @@ def _commit_features_kernel(
         return
     to = tl.load(state.num_new + slot) - accepted + step
     place = tl.load(state.active_inverse + slot).to(tl.int64)
-    row = place * NODES + tl.load(first_row_ptr) + tl.load(state.path + slot * WIDTH + step)
+    row = place * nodes + tl.load(first_row_ptr) + tl.load(state.path + slot * WIDTH + step)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(feature_ptr + row * stride_row + column, mask=inside, other=0.0)
@@ -290,7 +290,7 @@ def commit_features(state: SlotState, features: Tensor, nodes: int, first_row: T
         first_row,
         out,
         *out.stride()[:2],
-        NODES=nodes,
+        nodes,
         SIZE=size,
         BLOCK=block,
         WIDTH=width,
