@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -108,34 +109,19 @@ ALL_LAUNCHES: Launches = Counter()
 """Those of this process so far, warm-ups and captures included."""
 
 
-class _Thread(threading.local):
+class _Counts(threading.local):
     def __init__(self) -> None:
         self.launches: Launches = Counter()
-        self.rehearses = False
 
 
-_THREAD = _Thread()
-
-
-@contextmanager
-def rehearsal() -> Iterator[None]:
-    """Run a block for its kernels alone: of launches that differ in numbers only, one will do; counts none."""
-    _THREAD.rehearses = True
-    try:
-        with counted_apart():
-            yield
-    finally:
-        _THREAD.rehearses = False
-
-
-def rehearses() -> bool:
-    """Return whether this thread is in a `rehearsal`."""
-    return _THREAD.rehearses
+_COUNTS = _Counts()
+REHEARSES: ContextVar[bool] = ContextVar("rehearses", default=False)
+"""Whether work is run for its kernels alone: of launches that differ in numbers only, one will do."""
 
 
 def count_launches(launches: Launches) -> None:
     """Add launches to this thread's count, and to the process's."""
-    _THREAD.launches.update(launches)
+    _COUNTS.launches.update(launches)
     ALL_LAUNCHES.update(launches)
 
 
@@ -148,8 +134,8 @@ def tuned_counts(launches: Launches) -> dict[str, int]:
 @contextmanager
 def counted_apart() -> Iterator[Launches]:
     """Count launches of this block separately."""
-    outside, _THREAD.launches = _THREAD.launches, Counter()
+    outside, _COUNTS.launches = _COUNTS.launches, Counter()
     try:
-        yield _THREAD.launches
+        yield _COUNTS.launches
     finally:
-        _THREAD.launches = outside
+        _COUNTS.launches = outside

@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 from .kernels.compile_target import compile_only_for
@@ -26,15 +26,6 @@ KERNELS = tuple(f"eagle_slim.runtime.{room}.kernels" for room in ("target", "ste
 """Packages whose modules are imported before the first job."""
 IDLE_S = 60.0
 """Seconds without work after which this process ends."""
-
-
-class Absent(ModuleType):
-    """Takes the place of a library in a process that needs nothing of it but the names of types."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return sys.modules.get(f"{self.__name__}.{name}") or type(name, (), {})
 
 
 class Worker:
@@ -102,8 +93,10 @@ class Worker:
 
 def begin(capability: int) -> None:
     """Import what compiling for GPUs of a ``capability`` needs, so that every fork has it."""
-    # Modules of kernels import it for their twins and launches; that would take longer than most kernels do.
-    sys.modules |= {name: Absent(name) for name in ("torch", "torch.nn", "torch.nn.functional")}
+    # Modules of kernels import PyTorch for twins and launches, which takes longer than most kernels: it is left out.
+    absent: Any = SimpleNamespace(Tensor=object, Module=object, functional=None, bfloat16=None)
+    absent.nn = absent
+    sys.modules |= dict.fromkeys(("torch", "torch.nn", "torch.nn.functional"), absent)
     compile_only_for(capability)
     prepare()
     for package in KERNELS:

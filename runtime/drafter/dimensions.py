@@ -13,7 +13,6 @@ from ..errors import UnsupportedModelError, UsageError, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig, explain_fields, explain_unknown
 
 if TYPE_CHECKING:
-    # Processes that only compile read this file, and import no library for it.
     from .weights import HeadWeights
 
 ACTIVATIONS = {

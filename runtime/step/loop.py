@@ -188,9 +188,7 @@ class GenerationLoop:
             return len(self.running)
         buckets = (bucket for bucket in BUCKETS if len(self.running) <= bucket < self.num_slots)
         compiled = (bucket for bucket in buckets if self.decoder.is_compiled(bucket, self.rules, None))
-        found = next(compiled, self.num_slots)
-        self.decoder.wait_until_compiled(found, self.rules, None)
-        return found
+        return next(compiled, self.num_slots)
 
     def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; time it first if it is new for this number of sequences."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import Ops, rehearses
+from ..ops import REHEARSES, Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .fp8 import Fp8Linear, Fp8Weight, Weight
 from .kernels.attention import AttentionParams, tree_attention
@@ -144,14 +144,12 @@ class FusedTarget(Target):
         normed = NormedRows(bufs.residual, bufs.scaled, bufs.squares)
         heads = HeadRows(self.cos, self.sin, rows.positions, rows.attention.slots, rows.kv_rows, bufs.query)
         ops(embed)(self.embedding, rows.tokens, self.layers[0].norm_in, normed, self._tap(bufs, 0))
-        kinds, is_rehearsal = set[object](), rehearses()
-        for index, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            norm = self.final_norm if index + 1 == len(self.layers) else self.layers[index + 1].norm_in
-            tap = self._tap(bufs, index + 1)
-            if is_rehearsal and (kind := _kind_of((layer, kv, norm, tap))) in kinds:
-                continue
-            if is_rehearsal:
-                kinds.add(kind)
+        norms = [*(layer.norm_in for layer in self.layers[1:]), self.final_norm]
+        taps = [self._tap(bufs, index + 1) for index in range(len(self.layers))]
+        layers = [*enumerate(zip(self.layers, cache.layers, norms, taps, strict=True))]
+        if REHEARSES.get():
+            layers = [*{_kind_of(layer): (index, layer) for index, layer in layers}.values()]
+        for index, (layer, kv, norm, tap) in layers:
             ops(qkv_product)(normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *kv, scratch)
             params = AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, self.dtype))
             ops(tree_attention)(bufs.query, *kv, rows.attention, params, bufs.attended, bufs.scratch)
@@ -162,10 +160,10 @@ class FusedTarget(Target):
             ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, tap, scratch)
         if self.tap_layers is None:
             ops(norm_rows)(normed, self.final_norm, bufs.features)
-        taps, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
-        for place, tap in enumerate(taps):
+        tapped, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
+        for place, index in enumerate(tapped):
             # A layer may be tapped twice: default taps of a small model.
-            if (first := taps.index(tap)) != place:
+            if (first := tapped.index(index)) != place:
                 blocks[place].copy_(blocks[first])
         if last_row is not None:
             torch.index_select(normed.scaled, 0, last_row, out=bufs.last)

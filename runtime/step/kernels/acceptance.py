@@ -71,20 +71,19 @@ def walk_ref(
         state.running[slot] = int(ended == RUNNING)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _walk_kernel(
     choice_ptr,
     trees,
     state,
     error_ptr,
-    SLOTS: tl.constexpr,
+    batch,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
     EOS: tl.constexpr,
-    BATCH: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     APPEND: tl.constexpr,
 ):
@@ -95,9 +94,9 @@ def _walk_kernel(
     if HAS_ERROR:
         error = tl.load(error_ptr)
         if slot == 0:
-            tl.store(state.record + SLOTS * (HEAD + 2 * WIDTH), error)
+            tl.store(state.record + tl.num_programs(0) * (HEAD + 2 * WIDTH), error)
         place = tl.where(error != 0, -1, place)
-    if (place < 0) | (place >= BATCH):
+    if (place < 0) | (place >= batch):
         tl.store(record, 0)
         return
     node = tl.arange(0, BLOCK)
@@ -159,7 +158,7 @@ def walk(
         trees,
         state,
         state.record if error is None else error,
-        SLOTS=len(state.lengths),
+        batch,
         HAS_ERROR=error is not None,
         NODES=nodes,
         BLOCK=max(2, triton.next_power_of_2(nodes)),
@@ -167,7 +166,6 @@ def walk(
         WIDTH=state.path.shape[1],
         ROOM=state.new_tokens.shape[1],
         EOS=state.eos_ids.shape[1],
-        BATCH=batch,
         APPEND=append,
         num_warps=1,
     )

@@ -130,8 +130,6 @@ class ChoiceShape(ChoiceRules):
     tiles: int
     block_tiles: int
     """``tiles`` to a power of two."""
-    stream: int
-    """Keys of a slot."""
     capacity: int
     """Tokens that a search may list."""
     few: int
@@ -292,13 +290,13 @@ def takes_part(distance, state, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_key(at, state, SHAPE: tl.constexpr):
-    """Load the key of a row's noise: int64."""
-    return tl.load(state.keys + at.slot * SHAPE.stream + at.number, mask=at.number < SHAPE.stream, other=0)
+def load_key(at, state, stream):
+    """Load the key of a row's noise, of ``stream`` keys of its slot: int64."""
+    return tl.load(state.keys + at.slot * stream + at.number, mask=at.number < stream, other=0)
 
 
-@triton.jit(do_not_specialize=["nodes"])
-def race_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes", "stream"])
+def race_kernel(logits_ptr, trees, nodes, state, scratch, stream, SHAPE: tl.constexpr):
     """Find the smallest mark of a tile; with top-p, apart for ids at the threshold, which are counted, too."""
     if is_skipped(trees, nodes):
         return
@@ -314,7 +312,7 @@ def race_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr):
         return
     ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     distance = load_tile(logits_ptr, at, state, scratch, SHAPE)
-    marks = token_marks(distance, load_key(at, state, SHAPE), ids, takes_part(distance, state, SHAPE))
+    marks = token_marks(distance, load_key(at, state, stream), ids, takes_part(distance, state, SHAPE))
     if SHAPE.has_top_p:
         tied = distance == threshold
         tl.store(scratch.num_tied + to, tl.sum(tied.to(tl.int32), axis=0))
@@ -323,8 +321,8 @@ def race_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr):
     tl.store(scratch.best_mark + to, tl.min(tl.where(distance <= threshold, marks, NOBODY), axis=0))
 
 
-@triton.jit(do_not_specialize=["nodes"])
-def draw_kernel(logits_ptr, trees, nodes, state, scratch, out_ptr, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes", "stream"])
+def draw_kernel(logits_ptr, trees, nodes, state, scratch, out_ptr, stream, SHAPE: tl.constexpr):
     """Choose the id of the smallest mark of all tiles, and of the ids at top-p's threshold that stay: the last ones."""
     if is_skipped(trees, nodes):
         tl.store(out_ptr + tl.program_id(0), -1)
@@ -348,7 +346,7 @@ def draw_kernel(logits_ptr, trees, nodes, state, scratch, out_ptr, SHAPE: tl.con
             distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
             tied = distance == tl.load(scratch.threshold + at.row)
             stays_here = tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, state, SHAPE)
-            marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
+            marks = token_marks(distance, load_key(at, state, stream), ids, stays_here)
             best = tl.minimum(best, tl.min(marks, axis=0))
     scores = tl.load(scratch.best_score + at.row * SHAPE.tiles + tiles, mask=mask, other=float("-inf"))
     tl.store(out_ptr + at.row, or_fault((best & 0xFFFFFFFF).to(tl.int32), scores))

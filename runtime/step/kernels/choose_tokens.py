@@ -196,7 +196,6 @@ def choose_tokens(
         tile=tile,
         tiles=tiles,
         block_tiles=triton.next_power_of_2(tiles),
-        stream=state.keys.shape[1],
         capacity=capacity,
         few=min(_FEW, capacity),
     )
@@ -217,8 +216,9 @@ def choose_tokens(
             cut_search.narrow_kernel[(rows,)](trees, nodes, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=4)
         cut_search.collect_kernel[(rows, tiles)](logits, trees, nodes, state, scratch, SHAPE=shape, num_warps=8)
         cut_search.cut_kernel[(rows,)](logits, trees, nodes, state, scratch, SHAPE=shape, num_warps=16)
-    kernels.race_kernel[(rows, tiles)](logits, trees, nodes, state, scratch, SHAPE=shape, num_warps=8, **NO_FUSION)
-    kernels.draw_kernel[(rows,)](logits, trees, nodes, state, scratch, out, SHAPE=shape, num_warps=8, **NO_FUSION)
+    given, options = (logits, trees, nodes, state, scratch), {"SHAPE": shape, "num_warps": 8, **NO_FUSION}
+    kernels.race_kernel[(rows, tiles)](*given, state.keys.shape[1], **options)
+    kernels.draw_kernel[(rows,)](*given, out, state.keys.shape[1], **options)
 
 
 def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:

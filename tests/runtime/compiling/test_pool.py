@@ -122,6 +122,43 @@ def test_what_compiles_imports_no_library_for_it(tmp_path: Path) -> None:
     assert found == [["_begin_prompt_kernel", "_list_active_kernel", "draft_kernel"], []]
 
 
+def test_kernels_are_shared_by_numbers_of_nodes(tmp_path: Path) -> None:
+    """Sixteen is a number that Triton would compile another kernel for."""
+    script = """
+    from eagle_slim.runtime.step.kernels.acceptance import commit_features, walk
+    from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
+    from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+    from eagle_slim.runtime.tree import Trees
+    from kernels.choosing import RULES, random_case
+
+    bf16 = {"dtype": torch.bfloat16}
+    keys = torch.zeros(2, 3, 64, 64, **bf16)
+    scratch = AttentionScratch.allocate(2, 16, [(9, 3, 64)], 64, keys.device)
+
+    def record(nodes, batch):
+        found = {}
+        with recording(found):
+            rows = ForwardRows.allocate(batch, nodes, state.lengths, is_path=True).attention
+            query, out = torch.zeros(batch * nodes, 960, **bf16), torch.zeros(batch * nodes, 576, **bf16)
+            tree_attention(query, keys, keys, rows, AttentionParams(0.125), out, scratch)
+            random_case(300, parents=[-1, *range(nodes - 1)], dtype=torch.bfloat16).choose(RULES["top-p"], tile=256)
+            commit_features(state, torch.zeros(16, 64), nodes, state.active_count, torch.zeros(2, 8, 64))
+        return {(job.name, job.key) for job in found}
+
+    def record_walk(batch):
+        found, trees = {}, Trees(state.active_slots, state.active_count, *[torch.zeros(2, 3, dtype=torch.int64)] * 3)
+        with recording(found):
+            walk(torch.zeros(batch, 3, dtype=torch.int32), trees, 3, state, state.active_count)
+        return [job.key for job in found]
+
+    several = record(3, 2)
+    others = [each for nodes, batch in ((2, 1), (16, 1)) for each in record(nodes, batch) - several]
+    print(json.dumps([len(several), others, record_walk(1) == record_walk(2)]))
+    """
+    found, _ = printed(script, tmp_path)
+    assert found == [12, [], True]
+
+
 def test_the_process_starts_early_where_nothing_is_compiled(tmp_path: Path) -> None:
     """Else only when something is missing."""
     script = """
@@ -142,9 +179,8 @@ def test_the_process_starts_early_where_nothing_is_compiled(tmp_path: Path) -> N
 
 def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) -> None:
     script = """
-    pool.start()
-    os.kill(pool._worker.pid, 9)
     pool.submit(jobs)
+    os.kill(pool._worker.pid, 9)
     lost = pool.wait(jobs)
     more = {}
     with recording(more):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.ops import Ops, rehearsal
+from eagle_slim.runtime.ops import REHEARSES, Ops
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.fused import FusedTarget
@@ -117,8 +117,9 @@ def test_a_rehearsal_runs_each_kind_of_layer_once() -> None:
     target.ops = Noted(use_kernels=False)
     rows, bufs = ForwardRows.allocate(1, 1, torch.zeros(1, dtype=torch.int32)), target.new_buffers(1, 1, 1, 16)
     cache = KVCache.allocate(target, 1, 16)
-    with rehearsal():
-        target.forward(rows, cache, bufs)
+    token = REHEARSES.set(True)
+    target.forward(rows, cache, bufs)
+    REHEARSES.reset(token)
     assert ran.count("tree_attention") == 3
     target.forward(rows, cache, bufs)
     assert ran.count("tree_attention") == 3 + 7
