@@ -34,8 +34,8 @@ _DEVICES = itertools.count(-1, -1)
 
 def prepare() -> None:
     """Do what each process that compiles, or records, does once: read Triton's own files, which takes a second."""
-    # What fails here fails in full where a kernel is compiled.
-    with suppress(Exception):
+    # Triton makes its driver now, which must not take a recorder's place. What fails here fails in full at a launch.
+    with suppress(Exception), _ONE_AT_A_TIME:
         target = driver.active.get_current_target()
         triton_key()
         make_backend(target).hash()

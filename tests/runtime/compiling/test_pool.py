@@ -160,6 +160,25 @@ def test_kernels_are_shared_by_numbers_of_nodes(tmp_path: Path) -> None:
     assert found == [12, [], True]
 
 
+def test_no_recording_begins_while_triton_makes_its_driver(tmp_path: Path) -> None:
+    """It would take the recorder's place, and launches that did nothing would be kept for the GPU."""
+    script = """
+    from threading import Thread
+    from eagle_slim.runtime.compiling.kernels import jobs as file
+
+    told = []
+    file.triton_key = lambda: (told.append("begun"), time.sleep(1), told.append("prepared"))
+    Thread(target=file.prepare).start()
+    while not told:
+        time.sleep(0.01)
+    with recording({}):
+        told.append("recorded")
+    print(json.dumps(told))
+    """
+    found, _ = printed(script, tmp_path)
+    assert found == ["begun", "prepared", "recorded"]
+
+
 def test_the_process_starts_early_where_nothing_is_compiled(tmp_path: Path) -> None:
     """Else only when something is missing."""
     script = """
