@@ -29,7 +29,8 @@ class _Worker(subprocess.Popen[bytes]):
 
     def __del__(self) -> None:
         """Leave no zombie, and do not warn."""
-        self.poll()
+        if self.pid:
+            self.poll()
 
 
 class CompilePool:
