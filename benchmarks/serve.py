@@ -80,8 +80,12 @@ class Server:
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         began = time.time()
-        while self.service.engine.model is None and self._thread.is_alive():
+        engine = self.service.engine
+        while not self._server.started or (engine.model is None and engine.failure is None):
             time.sleep(0.1)
+        if engine.failure is not None:
+            self.close()
+            raise engine.failure
         self.ready_s = time.time() - began
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
 

@@ -22,7 +22,7 @@ def model_of_8b(
     """Build a model of Llama-3.1-8B's dimensions with a head of 32,000 rows; other arguments as of the model."""
     compiler = pool_for(device)
     assert compiler is not None
-    compiler.start()
+    compiler.prepare()
     dims = MODELS["llama-3.1-8b"]
     model: Any = random_target("llama-3.1-8b", dims, torch.bfloat16, device, "bf16")
     target = TargetModel(model, default_taps(model.config.num_hidden_layers), "fused")

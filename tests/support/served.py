@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ OURS = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "return_token_ids"
 class Served:
     service: Service
     url: str
+    stack: ExitStack
 
-    def client(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=api_key, **{"max_retries": 0, "timeout": 300, **options}
-        )
+    def client(self, api_key: str = "none", timeout: float = 300) -> openai.OpenAI:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=timeout)
+        return self.stack.enter_context(client)
 
 
 @contextmanager
@@ -36,9 +36,12 @@ def serving(load: Callable[[], SpeculativeModel], options: ServeOptions | None =
     server = uvicorn.Server(uvicorn.Config(service.app(), port=0, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
-    wait_for(lambda: service.engine.model is not None or not thread.is_alive())
     try:
-        yield Served(service, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
+        wait_for(lambda: server.started and (service.engine.model or service.engine.failure) is not None, 600)
+        assert service.engine.failure is None
+        port = server.servers[0].sockets[0].getsockname()[1]
+        with ExitStack() as stack:
+            yield Served(service, f"http://127.0.0.1:{port}", stack)
     finally:
         server.should_exit = True
         thread.join()

@@ -281,7 +281,7 @@ def test_no_answer_waits_longer_than_a_chunk(
     assert ("run_chunk", "run_chunk") not in zip(ran[begins:], ran[begins + 1 :], strict=False)
 
 
-@pytest.mark.parametrize("ends", ["by itself", "by the limit"])
+@pytest.mark.parametrize("ends", ["by itself", pytest.param("by the limit", marks=pytest.mark.slow)])
 def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
     """The command, with an answer that ends within the limit, or not."""
     program, (target, head) = Path(sysconfig.get_path("scripts")) / "eagle-serve", pair
@@ -292,16 +292,15 @@ def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
     try:
         assert server.stderr is not None
         url = next(word.rstrip(":") for line in server.stderr for word in line.split() if word.startswith("http://"))
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        name = client.models.list().data[0].id
-        chunks = client.completions.create(model=name, prompt="ab", stream=True, **LONG)
-        first = next(chunks)
-        server.send_signal(signal.SIGTERM)
-        rest = [first]
-        # A quick machine ends it within the shortest limit, too.
-        with suppress(*() if ends == "by itself" else (Exception,)):
-            rest += chunks
-            assert rest[-1].choices[0].finish_reason == "length"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            name = client.models.list().data[0].id
+            chunks = client.completions.create(model=name, prompt="ab", stream=True, **LONG)
+            rest = [next(chunks)]
+            server.send_signal(signal.SIGTERM)
+            # A quick machine ends it within the shortest limit, too.
+            with suppress(*() if ends == "by itself" else (Exception,)):
+                rest += chunks
+                assert rest[-1].choices[0].finish_reason == "length"
         log = server.communicate(timeout=60)[1]
         assert server.returncode == 0, log
         assert "ended by" in log
