@@ -4,7 +4,8 @@
     vllm serve TARGET --port 8001 --speculative-config "$CONFIG"        # docs/serving.md has the configuration
     python examples/same_text.py http://localhost:8000 http://localhost:8001
 
-For any servers with OpenAI's chat API, `eagle-serve` among them; needs the package openai. Their keys are read from EAGLE_KEY_1 and EAGLE_KEY_2.
+For any servers with OpenAI's chat API, `eagle-serve` among them; needs the package openai. Their keys are read from
+EAGLE_KEY_1 and EAGLE_KEY_2.
 The exit code is 1 where an answer differs, which rounding may do, too.
 """
 
