@@ -214,6 +214,7 @@ def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) ->
     assert "compiled where they are launched" in err
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     """Kernels are kept for as long as the process runs."""
     (tmp_path / "file").touch()
@@ -267,6 +268,7 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
         assert json.loads(out) == [True, [True, True]], err
 
 
+@pytest.mark.slow
 def test_a_script_is_not_run_again(tmp_path: Path) -> None:
     """Whatever it does where it is imported."""
     file = tmp_path / "script.py"
