@@ -14,9 +14,11 @@ from functools import partial
 
 import openai
 import pytest
+import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.serve.app import ServeOptions
 from eagle_slim.runtime.step import prefill
+from eagle_slim.runtime.step.plan import CallRules
 from support.served import MixedCall, Served, mixed_calls, serving, wait_for
 from support.tiny_models import write_pair
 
@@ -29,11 +31,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(2, 3, 9), dtype="float32", max_model_len=160)
 
 
-@pytest.fixture
-def served(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """Prompts of more than eight tokens are run in chunks, between which steps run."""
+@pytest.fixture(params=["cpu", "cuda"], ids=["chosen on the host", "chosen as on a GPU"])
+def served(
+    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    """Tokens are chosen by a request's rules alone, or by stages and numbers of all slots, and read a step late.
+
+    Prompts of more than eight tokens are run in chunks, between which steps run.
+    """
+    of, device = CallRules.of, torch.device(request.param)
+    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], device))
     monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 8)
     with serving(lambda: model) as served:
+        plan = served.service.engine.plan
+        assert plan is not None
+        assert (plan.rules.host_reason is None) == (request.param == "cuda")
         yield served
 
 
@@ -91,6 +103,7 @@ def counts() -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("served", ["cpu"], indirect=True)
 def test_many_calls_leave_nothing_behind(served: Served) -> None:
     """A day's worth in short: whole answers, streams, refusals, and clients that hang up."""
     address, calls = served.url.removeprefix("http://"), mixed_calls(200, 300, longest=20)
