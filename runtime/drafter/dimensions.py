@@ -25,6 +25,8 @@ ACTIVATIONS = {
     "gelu_python_tanh": "gelu_tanh",
 }
 """Activations of the persistent drafter, by their names in `transformers.activations.ACT2FN`."""
+WINDOW_MARGIN = 256
+"""Pairs that a cache of the window alone holds before the window, and has places for behind the newest."""
 
 
 @explain_fields
@@ -33,8 +35,8 @@ class DrafterConfig:
     """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
 
     ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;
-    ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV
-    cache per slot, the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
+    ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` of a sequence,
+    the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
     ``weight_dtype`` the same or float8_e4m3fn. ``activation`` is one of the values of `ACTIVATIONS`; the options of
     EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
     one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` for
@@ -70,6 +72,8 @@ class DrafterConfig:
     norm_output: bool = False
     tap_norms: int = 0
     sliding_window: int | None = None
+    holds_window: bool = False
+    """Whether the KV cache holds what the window needs alone: position p lies in row ``p % cache_rows``."""
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
@@ -106,7 +110,13 @@ class DrafterConfig:
     @classmethod
     @explain_unknown({})
     def of(
-        cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
+        cls,
+        head: HeadWeights,
+        tree: TreeConfig,
+        num_slots: int,
+        capacity: int,
+        weight_dtype: torch.dtype | None = None,
+        holds_window: bool = False,
     ) -> DrafterConfig:
         """Read a head's dimensions; ``capacity`` tokens per slot, with room for the tree added."""
         return cls(
@@ -116,6 +126,7 @@ class DrafterConfig:
             num_slots=num_slots,
             max_positions=capacity + tree.depth * tree.top_k,
             weight_dtype=weight_dtype or head.dtype,
+            holds_window=holds_window,
         )
 
     @property
@@ -141,6 +152,14 @@ class DrafterConfig:
         return max(1, self.max_positions - self.tree_rows - self.tree.new_tokens_width)
 
     @property
+    def cache_rows(self) -> int:
+        """Rows of the KV cache per slot."""
+        if not self.holds_window or self.sliding_window is None:
+            return self.max_positions
+        ahead = self.tree_rows + self.tree.new_tokens_width + WINDOW_MARGIN
+        return min(self.max_positions, held_pairs(self.sliding_window) + ahead)
+
+    @property
     def has_fp8(self) -> bool:
         """Tell if weights are FP8, and operands pairs of e4m3 numbers."""
         return self.weight_dtype != self.dtype
@@ -164,6 +183,11 @@ class DrafterConfig:
     def embed_rows(self) -> int:
         """Embedding rows kept per sequence: the new tokens, or every child of a level."""
         return max(MAX_NEW_TOKENS, self.top_k**2)
+
+
+def held_pairs(window: int) -> int:
+    """Return how many of a sequence's last pairs are surely in a cache that holds the window alone."""
+    return window + WINDOW_MARGIN
 
 
 def check_kernel_limits(cfg: DrafterConfig) -> None:

@@ -191,7 +191,7 @@ def write_pairs(
     A head has one layer, so a pair's key depends on the pair alone.
 
     ``features`` [pairs, feature_width] of the head's type; ``next_tokens`` [pairs] the token after each;
-    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
+    ``positions``, ``rows`` int32 [pairs]: RoPE position, and position to cache it at, -1 for none; ``slots`` int32 [1].
     Waits for nothing with kernels.
     """
     ops, w, hidden = Ops.for_device(head.device), head.tensors, head.hidden
@@ -204,6 +204,10 @@ def write_pairs(
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
     keys, values = bufs.keys, bufs.values
+    if (num_rows := keys.shape[2]) < bufs.cfg.max_positions:
+        last = rows.view(len(slots), -1).amax(1, keepdim=True).expand(len(slots), len(rows) // len(slots)).flatten()
+        # Of two positions with one row the later one stays.
+        rows = torch.where(rows > (last - num_rows).clamp(min=-1), rows % num_rows, -1)
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, bufs.tables, positions, slots, rows, keys, values
     )

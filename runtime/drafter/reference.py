@@ -158,11 +158,8 @@ class ReferenceDraft:
         key = apply_rotary(self._heads(inputs, "k", head.num_kv_heads), cos, sin)
         rows = self.lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=tokens.device)
         self._write(rows, key, self._heads(inputs, "v", head.num_kv_heads), is_cached)
-        length = int(self.lengths.max()) + num_rows
-        keys, values = (read_rows(each, self.slots, length, self.are_first) for each in (self.keys, self.values))
-        mask = tree_attention_mask(
-            self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
-        )
+        keys, values, lengths = self._seen(num_rows)
+        mask = tree_attention_mask(lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions)
         attended = masked_attention(query, keys, values, mask, AttentionParams(head.head_dim**-0.5))
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
@@ -174,9 +171,25 @@ class ReferenceDraft:
     def _write(self, rows: Tensor, key: Tensor, value: Tensor, is_cached: Tensor | None) -> None:
         """Store ``key``, ``value`` [active, kv_heads, nodes, head_dim] at ``rows`` int64 [active, nodes]."""
         kept = torch.ones_like(rows, dtype=torch.bool) if is_cached is None else is_cached
-        slots = self.slots[:, None].expand_as(rows)[kept]
+        slots, kept_rows = self.slots[:, None].expand_as(rows)[kept], rows[kept] % self.keys.shape[2]
         for cache, new in ((self.keys, key), (self.values, value)):
-            cache[slots, :, rows[kept]] = new.transpose(1, 2)[kept]
+            cache[slots, :, kept_rows] = new.transpose(1, 2)[kept]
+
+    def _seen(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Read keys and values [active, kv_heads, length, head_dim] of the prefix and of ``num_rows`` rows after it.
+
+        The last result are the prefixes' lengths in them: what lies before the window is left out.
+        """
+        window, length = self.head.sliding_window, int(self.lengths.max())
+        if window is None or length <= window:
+            stacks = (
+                read_rows(each, self.slots, length + num_rows, self.are_first) for each in (self.keys, self.values)
+            )
+            return *stacks, self.lengths
+        first = (self.lengths - window).clamp(min=0)
+        rows = (first[:, None] + torch.arange(window + num_rows, device=first.device)) % self.keys.shape[2]
+        keys, values = (each[self.slots[:, None], :, rows].transpose(1, 2) for each in (self.keys, self.values))
+        return keys, values, self.lengths - first
 
     def _mlp(self, inputs: Tensor, projection: str) -> Tensor:
         w, name = self.head.tensors, f"mlp.{projection}_proj"

@@ -89,12 +89,13 @@ def problem(
     num_new: list[int],
     active: list[int] | None = None,
     weight_dtype: torch.dtype | None = None,
+    holds_window: bool = False,
 ) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device
     generator = torch.Generator().manual_seed(0)
-    cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype)
+    cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype, holds_window)
     weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)
     active = list(range(slots)) if active is None else active
