@@ -39,6 +39,12 @@ Examples:
     callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
     help="Draft over the best N ids only; `full`, the default, is all of the head's.",
 )
+@click.option(
+    "--draft-window",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Draft from the last N tokens only; 0: from all. Default: what the head was trained on, by its config.json.",
+)
 @no_follow_option
 @click.option("--prompt", metavar="TEXT", help="Answer this and exit. Default: the text on stdin, or a chat.")
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
@@ -64,6 +70,7 @@ def generate(
     draft_top_k: int,
     total_tokens: int | None,
     draft_vocab: int | None,
+    draft_window: int | None,
     **options: Any,
 ) -> None:
     """Generate with a draft head; the text is the target's own.
@@ -81,7 +88,8 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    (model,) = load_heads(options, tree=TreeConfig.of(depth, draft_top_k, total_tokens), draft_vocab=draft_vocab)
+    tree = TreeConfig.of(depth, draft_top_k, total_tokens)
+    (model,) = load_heads(options, tree=tree, draft_vocab=draft_vocab, draft_window=draft_window)
     # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
     if total_tokens is None and not (check and model.target.device.type == "cuda"):
         model = model.with_tree(None)

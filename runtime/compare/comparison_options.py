@@ -22,6 +22,7 @@ class CompareOptions:
     Attributes:
         sizes: draft vocabularies to compare: numbers of rows, in the order of the head's own ranking, or "full" for all
             that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
+        windows: tokens that drafts look back on, 0 for all, of which None is the head's own; None for the models'.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
         sampling: how the mode "sampled" chooses tokens.
         batches: how many prompts are answered at a time; the last group is filled up from the beginning.
@@ -32,6 +33,7 @@ class CompareOptions:
 
     sizes: Sequence[int | Literal["full"]] | None = None
     trees: Sequence[TreeConfig | None] | None = None
+    windows: Sequence[int | None] | None = None
     modes: Sequence[str] = MODES
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)
@@ -39,7 +41,7 @@ class CompareOptions:
     partial_verification: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "trees", "modes", "batches"):
+        for name in ("sizes", "trees", "windows", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):
                 raise misfit(name, "one value or more, each once", values)

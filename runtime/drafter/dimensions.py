@@ -154,10 +154,15 @@ class DrafterConfig:
     @property
     def cache_rows(self) -> int:
         """Rows of the KV cache per slot."""
-        if not self.holds_window or self.sliding_window is None:
+        if self.held_pairs is None:
             return self.max_positions
         ahead = self.tree_rows + self.tree.new_tokens_width + WINDOW_MARGIN
-        return min(self.max_positions, held_pairs(self.sliding_window) + ahead)
+        return min(self.max_positions, self.held_pairs + ahead)
+
+    @property
+    def held_pairs(self) -> int | None:
+        """Last pairs of a sequence that the KV cache surely holds; None for all."""
+        return self.sliding_window + WINDOW_MARGIN if self.holds_window and self.sliding_window else None
 
     @property
     def has_fp8(self) -> bool:
@@ -183,11 +188,6 @@ class DrafterConfig:
     def embed_rows(self) -> int:
         """Embedding rows kept per sequence: the new tokens, or every child of a level."""
         return max(MAX_NEW_TOKENS, self.top_k**2)
-
-
-def held_pairs(window: int) -> int:
-    """Return how many of a sequence's last pairs are surely in a cache that holds the window alone."""
-    return window + WINDOW_MARGIN
 
 
 def check_kernel_limits(cfg: DrafterConfig) -> None:

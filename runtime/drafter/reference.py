@@ -20,6 +20,7 @@ What was computed for accepted tokens stays in the cache; each pass computes its
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -182,10 +183,8 @@ class ReferenceDraft:
         """
         window, length = self.head.sliding_window, int(self.lengths.max())
         if window is None or length <= window:
-            stacks = (
-                read_rows(each, self.slots, length + num_rows, self.are_first) for each in (self.keys, self.values)
-            )
-            return *stacks, self.lengths
+            read = partial(read_rows, slots=self.slots, length=length + num_rows, are_first=self.are_first)
+            return read(self.keys), read(self.values), self.lengths
         first = (self.lengths - window).clamp(min=0)
         rows = (first[:, None] + torch.arange(window + num_rows, device=first.device)) % self.keys.shape[2]
         keys, values = (each[self.slots[:, None], :, rows].transpose(1, 2) for each in (self.keys, self.values))

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from eagle_slim.convert.heads.check import layer_shapes
-from eagle_slim.convert.heads.config import sliding_window
+from eagle_slim.convert.heads.config import default_window
 from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.convert.targets.lm_head import rows_of_ids
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -56,7 +56,8 @@ class HeadWeights:
     norm_before_residual: bool = False
     norm_output: bool = False
     sliding_window: int | None = None
-    """A key is seen if query position - key position is below it; None for no window."""
+    """A key is seen if query position - key position is below it; None for no window. Any will do: text never depends
+    on it."""
 
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
@@ -235,7 +236,7 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
         feature_width=target.feature_width,
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_output=bool(config.get("norm_output")),
-        sliding_window=sliding_window(config),
+        sliding_window=default_window(config, target.max_positions),
     )
 
 
