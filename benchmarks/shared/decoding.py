@@ -585,11 +585,12 @@ def measure_partial(
     plain, full = model.decoder(cache, None), model.drawn_decoder(cache, tree, draft_vocab, lengths)
     base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
     for option in options:
-        drawn = [survivals(chance, option.num_tokens) for chance in chances]
+        numbers = [max(1, steps // 4), steps, max(1, steps // option.num_steps)]
+        # Each run takes all of them: where it begins must not decide how much survives.
+        drawn = [survivals(chance, option.num_tokens, numbers[-1] * rounds) for chance in chances]
         ahead, confirmed = model.partial_decoder(cache, tree, draft_vocab, option, lengths, drawn[0])
         for chance, lengths_ahead in zip(chances, drawn, strict=True):
             confirmed.survivals.copy_(torch.tensor(lengths_ahead))
-            numbers = [max(1, steps // 4), steps, max(1, steps // option.num_steps)]
             without, before, now = take_turns([plain, full, ahead], batch, prefix, numbers, rounds)
             yield base | {
                 "blocks": option.num_blocks,

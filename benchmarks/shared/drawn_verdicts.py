@@ -27,7 +27,6 @@ NUM_LENGTHS = 240
 LATER = 0.2
 """Chance of each later rank, as a share of the one before it."""
 NUM_RANKS, LEVELS = 4096, 16
-NUM_SURVIVALS = 256
 _NONE = 1 << 20
 """Rank of no child."""
 _SLOT_STRIDE = 37
@@ -181,13 +180,12 @@ class DrawnSurvivals:
         self.turn += 1
 
 
-def survivals(chance: float, longest: int) -> list[int]:
-    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``longest`` at most.
+def survivals(chance: float, longest: int, count: int) -> list[int]:
+    """List numbers of tokens that are confirmed before the first that is not, ``longest`` at most.
 
-    In the order of van der Corput's sequence, so that a short run of them has their mean, too.
+    Their shares are those of a geometric law, in a seeded order; any ``count`` of them in turn have the same mean.
     """
     if chance >= 1:
-        return [longest] * NUM_SURVIVALS
-    bits = NUM_SURVIVALS.bit_length() - 1
-    places = [(int(f"{place:0{bits}b}"[::-1], 2) + 0.5) / NUM_SURVIVALS for place in range(NUM_SURVIVALS)]
-    return [min(longest, int(math.log(place) / math.log(chance))) for place in places]
+        return [longest] * count
+    middles = ((torch.randperm(count, generator=torch.Generator().manual_seed(0)) + 0.5) / count).tolist()
+    return [min(longest, int(math.log(middle) / math.log(chance))) for middle in middles]

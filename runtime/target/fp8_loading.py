@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ..errors import TargetError, UnsupportedModelError
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
-from .known import FAMILIES, is_of_a_known_family
+from .known import FAMILIES, family_of
 
 _PACKED: tuple[tuple[str, ...], ...] = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -35,17 +35,10 @@ _PACKED: tuple[tuple[str, ...], ...] = (
 )
 """Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
 _SCALES = ("weight_scale", "weight_scale_inv")
-UNREAD = (
-    "input_scale",
-    "output_scale",
-    "activation_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
-    "rotary_emb.inv_freq",
-)
+_TABLE = "rotary_emb.inv_freq"
+UNREAD = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale", _TABLE)
 """Ends of names of tensors that are not used: scales of activations and of the KV cache, and computed tables."""
+_Shapes = list[tuple[int, ...]]
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -71,13 +64,12 @@ def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Pat
 def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8.
 
-    ``form``: of a published checkpoint, or `AT_LOAD`. ``dtype``: of all else.
-    Raises `UnsupportedModelError` for another family; `TargetError` for tensors that are missing, unexpected, of
-    another shape or type, or hold NaN or infinity; `CheckpointError` for damaged files.
+    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else. Raises `UnsupportedModelError` for
+    another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged files.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-    if not is_of_a_known_family(model):
+    if family_of(model) is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(FAMILIES)} have. Take a "
             "target of these, or one that is not in FP8 (without target_weights)."
@@ -123,7 +115,7 @@ class _Loader:
             if name in expected:
                 self._check(name)
             elif name.endswith(UNREAD):
-                self.num_unused += not name.endswith(UNREAD[-1])
+                self.num_unused += not name.endswith(_TABLE)
             elif name != _LM_HEAD or not self._is_tied():
                 raise self._wrong(name, f"is not a tensor of {type(self.model).__name__} with this configuration")
         for name in self.checkpoint.names:
@@ -180,15 +172,11 @@ class _Loader:
         info = self.checkpoint.info(name)
         dtypes: tuple[str, ...] = FLOATS
         shape = self._rest[name].shape if name in self._rest else self.linears[name].weight.shape
-        shapes: list[tuple[int, ...]] = [tuple(shape)]
+        shapes: _Shapes = [tuple(shape)]
         if name in self.linears and not name.endswith(".weight"):
             out, columns = shape
             blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
-            allowed: dict[str, list[tuple[int, ...]]] = {
-                "block": [blocks],
-                "channel": [(out, 1), (out,)],
-                "tensor": [(), (1,)],
-            }
+            allowed: dict[str, _Shapes] = {"block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]}
             shapes = allowed[self.form.strategy]
         elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)

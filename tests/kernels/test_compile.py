@@ -1,7 +1,5 @@
 """The kernels compiled to machine code for chips that are not here: they fit, and their inner loops do not spill."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -56,7 +54,6 @@ def compile_in_a_process(*arguments: str) -> Report:
 
 @pytest.fixture(scope="module")
 def reports() -> Iterator[dict[str, Future[Report]]]:
-    """All compilations, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         yield {
             name: pool.submit(compile_in_a_process, "kernels.compiled_drafter", *arguments)

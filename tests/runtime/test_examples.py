@@ -1,7 +1,3 @@
-"""The examples run as a newcomer would run them, only shorter."""
-
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,3 @@
-"""`eagle-generate` and `eagle-compare`: wiring, output, exit codes."""
-
-from __future__ import annotations
-
 import io
 import json
 import runpy
@@ -15,9 +11,8 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, generate_cli
+from eagle_slim.runtime import SpeculativeModel, TargetError, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
-from eagle_slim.runtime.errors import TargetError
 from eagle_slim.vocab_tools.common_cli import emit_json
 from packaging.version import Version
 from support.conversion import BY_ID, convert
@@ -91,7 +86,6 @@ def compare(run: Run, pair: Pair, tmp_path: Path) -> Run:
 
 
 def answer(ended: Ended) -> dict[str, Any]:
-    """The JSON that a command printed."""
     assert ended.code == 0, ended.err
     value: dict[str, Any] = json.loads(ended.out)
     return value
