@@ -28,8 +28,7 @@ _OTHER_FORM_FLAGS = ("projector_type", "conv_kernel_size", "selector_rank")
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
 _WIDTHS = ("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size")
 _COUNTS = ("target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers")
-_COUNTS += ("draft_window_size",)
-SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS)
+SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS, "draft_window_size")
 
 # Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, each
 # with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
