@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from eagle_slim.convert.heads.artifact import Artifact
-from eagle_slim.convert.heads.config import default_window
+from eagle_slim.convert.heads.config import default_window, sliding_window
 from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
@@ -205,7 +205,8 @@ class SpeculativeModel:
 
         Raises `UsageError` for a number below 0.
         """
-        weights = replace(self.drafter.weights, sliding_window=self._window_of(draft_window))
+        own = None if self.opened is None else sliding_window(self.opened.head.config)
+        weights = self.drafter.weights.with_window(self._window_of(draft_window), own)
         return self._with_drafter(self.drafter.like(weights, self.drafter.tree), self.is_tree_sized)
 
     def _window_of(self, draft_window: int | None) -> int | None:

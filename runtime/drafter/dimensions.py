@@ -39,8 +39,8 @@ class DrafterConfig:
     the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
     ``weight_dtype`` the same or float8_e4m3fn. ``activation`` is one of the values of `ACTIVATIONS`; the options of
     EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
-    one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` for
-    dimensions that do not fit each other; the kernel's own limits are those of `check_kernel_limits`.
+    one a tap for ``fc_norm``) are those of `HeadWeights`, and so are ``sliding_window`` and ``window_sinks``. Raises
+    `UsageError` for dimensions that do not fit each other; the kernel's own limits are those of `check_kernel_limits`.
     """
 
     kind: str
@@ -72,8 +72,9 @@ class DrafterConfig:
     norm_output: bool = False
     tap_norms: int = 0
     sliding_window: int | None = None
+    window_sinks: int = 0
     holds_window: bool = False
-    """Whether the KV cache holds what the window needs alone: position p lies in row ``p % cache_rows``."""
+    """Whether the KV cache holds what the window needs alone: `reference.cache_row` says where."""
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
@@ -162,7 +163,11 @@ class DrafterConfig:
     @property
     def held_pairs(self) -> int | None:
         """Last pairs of a sequence that the KV cache surely holds; None for all."""
-        return self.sliding_window + WINDOW_MARGIN if self.holds_window and self.sliding_window else None
+        return (
+            self.window_sinks + self.sliding_window + WINDOW_MARGIN
+            if self.holds_window and self.sliding_window
+            else None
+        )
 
     @property
     def has_fp8(self) -> bool:
@@ -249,7 +254,7 @@ def head_dimensions(head: HeadWeights) -> dict[str, Any]:
     w, is_eagle3 = head.tensors, head.kind == "eagle3"
     has_fc = not is_eagle3 or head.feature_width != head.hidden
     same = ("kind", "hidden", "num_heads", "num_kv_heads", "head_dim", "feature_width")
-    return {name: getattr(head, name) for name in (*same, "norm_eps", "dtype", "sliding_window")} | {
+    return {name: getattr(head, name) for name in (*same, "norm_eps", "dtype", "sliding_window", "window_sinks")} | {
         "intermediate": w["mlp.gate_proj.weight"].shape[0],
         "target_vocab": head.embedding.shape[0],
         "has_fc": has_fc,

@@ -40,7 +40,7 @@ from .kernels.row_operands import RowShape
 from .kernels.tree_build import TreeBounds, TreeOutputs
 from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
-from .reference import draft_ref, fuse_features
+from .reference import cache_row, draft_ref, fuse_features
 from .weights import HeadWeights
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape
 
@@ -189,7 +189,8 @@ def write_pairs(
     if (num_rows := keys.shape[2]) < bufs.cfg.max_positions:
         last = rows.view(len(slots), -1).amax(1, keepdim=True).expand(len(slots), len(rows) // len(slots)).flatten()
         # Of two positions with one row the later one stays.
-        rows = torch.where(rows > (last - num_rows).clamp(min=-1), rows % num_rows, -1)
+        is_kept = (rows > last - (num_rows - head.window_sinks)) | (rows < head.window_sinks)
+        rows = torch.where(is_kept & (rows >= 0), cache_row(rows, num_rows, head.window_sinks), -1)
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, bufs.tables, positions, slots, rows, keys, values
     )

@@ -44,7 +44,7 @@ class Prefill:
     def groups(self, rules: ChoiceRules, num_tokens: Iterable[int] | None = None) -> dict[GraphKey, Phase]:
         """Return the chunks of prompts of as many tokens, or all that there are, grouped into graphs."""
         groups: dict[GraphKey, Phase] = {}
-        num_tokens = num_tokens or (*CHUNKS, CHUNKS[-1] + (self._drafts.held_pairs or 0))
+        num_tokens = num_tokens or (*CHUNKS, 2 * CHUNKS[-1] + (self._drafts.held_pairs or 0))
         for nodes, is_seen in sorted({chunk for each in num_tokens for chunk in self._sizes(each)}):
             groups |= group_phases(("chunk", nodes, is_seen), self._phases(nodes, is_seen, rules, None))
         return groups
@@ -52,14 +52,16 @@ class Prefill:
     def _sizes(self, num_tokens: int) -> Iterator[tuple[int, bool]]:
         """Cut a prompt into chunks; the last may have more rows than are left.
 
-        Each comes with whether the drafter keeps its pairs: those before a window it never reads.
+        Each comes with whether the drafter keeps its pairs: those between the sinks and the window it never reads.
         """
-        left, held = num_tokens, self._drafts.held_pairs
+        left, held, drafter = num_tokens, self._drafts.held_pairs, self._drafts.drafter
+        has_sinks = drafter is not None and drafter.cfg.window_sinks > 0
         while left > 0:
             chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
             nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
+            is_first = left == num_tokens
             left -= nodes
-            yield nodes, held is None or left < held
+            yield nodes, held is None or left < held or (is_first and has_sinks)
 
     def _phases(self, nodes: int, is_seen: bool, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """Return the phases of a chunk; the last chunk chooses the first new token."""

@@ -61,6 +61,8 @@ class DraftAttentionShape:
     """Queries merged at a time."""
     window: int = 0
     """A key is seen if query position - key position is below it; 0 for no window."""
+    sinks: int = 0
+    """First positions that are seen, too, as if they lay right before the window."""
     head_norms: bool = False
     """Whether queries and keys pass an RMSNorm each, before they are rotated."""
     norm_eps: float = 0.0
@@ -253,8 +255,9 @@ def _score(q_low, q_high, k_low, k_high):
 def _row_of(position, keys, SHAPE: tl.constexpr):
     """Return the cache's rows of positions, int64, which are less than ``num_rows`` behind the first one seen."""
     if SHAPE.window > 0:
-        position -= keys.first_seen // keys.num_rows * keys.num_rows
-        position = tl.where(position >= keys.num_rows, position - keys.num_rows, position)
+        ring = keys.num_rows - SHAPE.sinks
+        position -= tl.maximum(keys.first_seen - SHAPE.sinks, 0) // ring * ring
+        position = tl.where(position >= keys.num_rows, position - ring, position)
     return position.to(tl.int64)
 
 
@@ -324,6 +327,25 @@ def _fold_prefix(queries, cache, unit, keys, offs, running, SHAPE: tl.constexpr,
 
 
 @triton.jit
+def _fold_sinks(queries, cache, rope, keys, offs, running, SHAPE: tl.constexpr):
+    """Fold the first positions into the running softmax, turned on to where they would lie right before the window."""
+    gap = (keys.first_seen - SHAPE.sinks).to(tl.int64)
+    # Where a scaling puts a factor on the tables, position 0 has it alone.
+    factor = tl.load(rope.cos)
+    cos = tl.load(rope.cos + gap * SHAPE.half + offs.half, mask=offs.in_half, other=0.0)[:, None] / factor
+    sin = tl.load(rope.sin + gap * SHAPE.half + offs.half, mask=offs.in_half, other=0.0)[:, None] / factor
+    for t0 in tl.range(0, SHAPE.sinks, SHAPE.block_keys, num_stages=1):
+        mask_t = t0 + offs.key < SHAPE.sinks
+        row = (t0 + offs.key).to(tl.int64)
+        k_low, k_high, v = _load_tile(cache, row, mask_t, offs.half, offs.dim, SHAPE)
+        dtype = k_low.dtype
+        k_low, k_high = _rotate(k_low.to(tl.float32), k_high.to(tl.float32), cos, sin)
+        scores = _score(queries.low, queries.high, k_low.to(dtype), k_high.to(dtype))
+        running = _fold(scores, mask_t[None, :] & queries.mask[:, None], v, running, cache)
+    return running
+
+
+@triton.jit
 def _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE: tl.constexpr):
     """Fold the ``num_tree`` cached nodes of earlier levels into the running softmax, as the chains name them."""
     TOP_K: tl.constexpr = SHAPE.top_k
@@ -340,7 +362,7 @@ def _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE: 
         scores = _score(queries.low, queries.high, k_low, k_high)
         visible = link == slot[None, :]
         if SHAPE.window > 0:
-            visible = visible & (keys.level - 1 - slot // TOP_K < SHAPE.window)[None, :]
+            visible = visible & ((keys.level - 1 - slot // TOP_K < SHAPE.window) | (keys.first_seen == 0))[None, :]
         running = _fold(scores, visible, v, running, cache)
     return running
 
@@ -372,7 +394,8 @@ def _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, runni
     scores = _score(queries.low, queries.high, tl.trans(k_low), tl.trans(k_high))
     visible = queries.mask[:, None] & mask_f[None, :] & (keys.is_extend | (queries.node[:, None] == offs_f[None, :]))
     if SHAPE.window > 0:
-        visible = visible & (tl.where(keys.is_extend, keys.num_new - 1 - offs_f, 0) < SHAPE.window)[None, :]
+        before = tl.where(keys.is_extend, keys.num_new - 1 - offs_f, 0)
+        visible = visible & ((before < SHAPE.window) | (keys.first_seen == 0))[None, :]
     running = _fold(scores, visible, v, running, cache)
     if unit.head_group == 0:
         cache_row = _row_of(keys.cached + offs_f + num_tree, keys, SHAPE)[:, None] * HEAD_DIM
@@ -414,6 +437,7 @@ def attend_unit(
     first_seen, num_rows = 0, 0
     if SHAPE.window > 0:
         first_seen = tl.maximum(position - SHAPE.window + 1, 0)
+        first_seen = tl.where(first_seen <= SHAPE.sinks, 0, first_seen)
         num_rows = (cache.stride_head // SHAPE.head_dim).to(tl.int32)
     keys = Keys(level, is_extend, num_new, num_queries, num_fresh, cached, position, first_seen, num_rows)
     queries = _load_queries(qkv_ptr, rope, unit, keys, offs, cache.key.dtype.element_ty, SHAPE)
@@ -428,6 +452,9 @@ def attend_unit(
     num_tree = tl.maximum(level - 1, 0) * SHAPE.top_k
     if unit.split == tree_split:
         running = _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE)
+        if SHAPE.sinks > 0:  # noqa: SIM102 - this one is decided by the compiler
+            if first_seen > 0:
+                running = _fold_sinks(queries, cache, rope, keys, offs, running, SHAPE)
     if unit.split == fresh_split:
         running = _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE)
     stat = splits.stats + unit.split * 2 * GROUP_ROWS + offs_r

@@ -44,6 +44,21 @@ def test_long_prompts_beside_short_ones(model: SpeculativeModel) -> None:
     assert stats.cache_bytes == expected.stats.cache_bytes
 
 
+def test_the_first_tokens_of_a_text_are_seen_too(model: SpeculativeModel) -> None:
+    """With windows of 256 tokens and more, and of a chat that goes on."""
+    wide = model.with_draft_window(256)
+    prompts = random_prompts([1400, 280])
+    first = wide.generate(prompts, reuse_prefix=True, **OPTIONS)
+    turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)]
+    output, expected = (
+        wide.generate(turns, reuse_prefix=True, **OPTIONS),
+        over_all_keys(wide).generate(turns, **OPTIONS),
+    )
+    assert output.stats.num_reused_tokens > 1600
+    assert output.token_ids == expected.token_ids
+    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+
+
 def test_what_lies_before_the_window_is_not_computed(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_slim.runtime.drafter import drafter
 
