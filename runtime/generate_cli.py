@@ -32,7 +32,7 @@ Examples:
 @model_options
 @click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
 @click.option("--draft-top-k", type=click.IntRange(1), default=10, show_default=True, help="Children per node.")
-@click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 16 on a CPU.")
+@click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 4 on a CPU.")
 @click.option(
     "--draft-vocab",
     metavar="N",

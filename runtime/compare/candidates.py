@@ -62,13 +62,16 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
     candidates = []
     for name, model in zip(names, models, strict=True):
         prefix = f"{name}: " if len(models) > 1 else ""
-        trees, windows = options.trees or [model.drafter.tree], options.windows or [model.draft_window or 0]
+        trees, seen = options.trees or [model.drafter.tree], [model.draft_window]
+        if options.windows is not None:
+            seen = [model.with_draft_window(window).draft_window for window in options.windows]
+        windows = dict.fromkeys(seen)
         for cut, tree, window in product(_cut(model, options), trees, windows):
-            shaped, size = cut.with_tree(tree).with_draft_window(window), _words(cut.draft_vocab, model)
-            seen, shape = shaped.draft_window, (0, 0, 0) if tree is None else astuple(tree)
-            each = Candidate("", size, shaped, cut.draft_vocab, shaped.drafter.draft_bytes, name, shape, seen)
+            shaped, size = cut.with_tree(tree).with_draft_window(window or 0), _words(cut.draft_vocab, model)
+            shape = (0, 0, 0) if tree is None else astuple(tree)
+            each = Candidate("", size, shaped, cut.draft_vocab, shaped.drafter.draft_bytes, name, shape, window)
             suffix = f", tree {each.tree_words}" if len(trees) > 1 else ""
-            suffix += f", window {'all' if seen is None else f'{seen:,}'}" if len(windows) > 1 else ""
+            suffix += f", window {'all' if window is None else f'{window:,}'}" if len(windows) > 1 else ""
             candidates.append(replace(each, label=f"{prefix}{size}{suffix}"))
     return candidates
 

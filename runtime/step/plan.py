@@ -21,7 +21,7 @@ from .decoders import Decoders
 from .graphs import bucket_of
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
-from .shapes import first_shape, shape_by_size, shapes_up_to
+from .shapes import ON_CPU, SHAPES, first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
 _BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
@@ -175,10 +175,9 @@ def _choose_shapes(
     target: TargetModel, decoders: Decoders, slots: int, fixed_for: str | None
 ) -> tuple[tuple[TreeConfig | None, ...], str]:
     """Choose the shapes of a call, the first step's first, and say why; ``fixed_for``: why steps cannot choose."""
-    shapes, tree = shapes_up_to(decoders.tree), decoders.tree
-    if target.device.type == "cpu":
-        fixed_for = "on a CPU plain decoding (speculative=False) is often faster"
-    elif decoders.eager_reason is not None or target.exactness is None:
+    is_gpu, tree = target.device.type == "cuda", decoders.tree
+    shapes = shapes_up_to(tree, SHAPES if is_gpu else ON_CPU)
+    if decoders.eager_reason is not None or target.exactness is None:
         fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
         first = first_shape(bucket_of(slots), shapes)
@@ -186,7 +185,7 @@ def _choose_shapes(
         return (first, *others), "the most tokens a second, as measured here"
     # Steps without graphs take as long as the host needs to launch them.
     draft_bytes = 0 if decoders.eager_reason else decoders.drafter.draft_bytes // (tree.depth + 1)
-    fixed = shape_by_size(target.device.type == "cuda", slots, target.weight_bytes, draft_bytes, shapes)
+    fixed = shape_by_size(is_gpu, slots, target.weight_bytes, draft_bytes, shapes)
     return (fixed,), f"by sizes alone: {fixed_for}"
 
 

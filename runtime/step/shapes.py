@@ -30,6 +30,8 @@ Shape: TypeAlias = "TreeConfig | None"
 CHAIN, SHORT, LONG, LARGE = TreeConfig(1, 1, 3), TreeConfig(2, 4, 8), TreeConfig(5, 4, 16), TreeConfig(5, 10, 60)
 SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 """From plain decoding to the 60 nodes of EAGLE-3."""
+ON_CPU = (TreeConfig(0, 1, 2), CHAIN, TreeConfig(1, 3, 4))
+"""Products of four rows are the largest that take a CPU little longer than of one."""
 
 MAX_ROWS = 256
 """Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
@@ -172,10 +174,10 @@ class ShapeChooser:
     ) -> Shape:
         """Choose the next step's shape, for ``batch`` sequences of ``context`` tokens in the mean.
 
-        ``sequences``: numbers of those that run; ``ready``: whether the kernels of a shape are compiled, as those of
-        plain decoding must be.
+        ``sequences``: numbers of those that run; ``ready``: whether the kernels of a shape are compiled. Those of plain
+        decoding are waited for.
         """
-        usable = [each for each in shapes_for(batch, self._shapes) if ready(each)]
+        usable = [each for each in shapes_for(batch, self._shapes) if each is None or ready(each)]
         self._since += 1
         if self._taken in usable and (self._since <= _EVERY or self.is_unmeasured(self._taken, batch)):
             return self._taken
@@ -257,10 +259,8 @@ class ShapeChooser:
         if not self._rates.keys() >= verdicts.keys():
             self._rates = dict(zip(verdicts, self._rates_of([*verdicts]), strict=True))
         for sequence, ranks in verdicts.items():
-            chained, levels = (
-                len(list(takewhile(lambda rank: rank == 0, ranks))),
-                self._rates[sequence][: shape.depth + 1],
-            )
+            chained = len(list(takewhile(lambda rank: rank == 0, ranks)))
+            levels = self._rates[sequence][: shape.depth + 1]
             expected += chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
         for gain in (self._learned.gain(shape), self._gain_of_call(shape)):
             gain.add(num_tokens, expected)
@@ -279,11 +279,11 @@ def _width_of(shape: TreeConfig) -> float:
     return _WIDTHS.get(shape, 1.0 if shape.top_k == 1 else _WIDTHS[LONG])
 
 
-def shapes_up_to(tree: TreeConfig) -> tuple[Shape, ...]:
+def shapes_up_to(tree: TreeConfig, shapes: Sequence[Shape] = SHAPES) -> tuple[Shape, ...]:
     """List the shapes within a tree's depth, top_k and number of nodes, and the tree itself, the largest last."""
     within = [
         shape
-        for shape in SHAPES
+        for shape in shapes
         if shape is None
         or (shape.depth <= tree.depth and shape.top_k <= tree.top_k and shape.total_tokens < tree.total_tokens)
     ]
@@ -310,7 +310,7 @@ def shape_by_size(is_gpu: bool, batch: int, weight_bytes: int, draft_bytes: int,
         return None
     if is_gpu and 12 * draft_bytes > weight_bytes:
         return _largest_within(CHAIN, shapes)
-    return first_shape(batch, shapes) if is_gpu else _largest_within(LONG, shapes)
+    return first_shape(batch, shapes) if is_gpu else _largest_within(ON_CPU[-1] if batch <= 2 else ON_CPU[0], shapes)
 
 
 def _largest_within(wanted: TreeConfig, shapes: Sequence[Shape]) -> Shape:

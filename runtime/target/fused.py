@@ -12,13 +12,13 @@ alone, to the last bit (docs/generation.md, *Why rows agree*).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import Ops
+from ..ops import REHEARSES, Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .fp8 import Fp8Linear, Fp8Weight, Weight
 from .kernels.attention import AttentionParams, tree_attention
@@ -135,7 +135,12 @@ class FusedTarget(Target):
         normed = NormedRows(bufs.residual, bufs.scaled, bufs.squares)
         heads = HeadRows(self.cos, self.sin, rows.positions, rows.attention.slots, rows.kv_rows, bufs.query)
         ops(embed)(self.embedding, rows.tokens, self.layers[0].norm_in, normed, self._tap(bufs, 0))
-        for index, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        norms = [*(layer.norm_in for layer in self.layers[1:]), self.final_norm]
+        taps = [self._tap(bufs, index + 1) for index in range(len(self.layers))]
+        layers = [*enumerate(zip(self.layers, cache.layers, norms, taps, strict=True))]
+        if REHEARSES.get():
+            layers = [*{_kind_of(layer): (index, layer) for index, layer in layers}.values()]
+        for index, (layer, kv, norm, tap) in layers:
             ops(qkv_product)(normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *kv, scratch)
             params = AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, self.dtype))
             ops(tree_attention)(bufs.query, *kv, rows.attention, params, bufs.attended, bufs.scratch)
@@ -143,15 +148,13 @@ class FusedTarget(Target):
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
             gated, lift = bufs.gated, lift_of(layer.down, self.dtype)
             ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, gated, scratch, lift)
-            is_final = index + 1 == len(self.layers)
-            norm = self.final_norm if is_final else self.layers[index + 1].norm_in
-            ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, self._tap(bufs, index + 1), scratch)
+            ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, tap, scratch)
         if self.tap_layers is None:
             ops(norm_rows)(normed, self.final_norm, bufs.features)
-        taps, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
-        for place, tap in enumerate(taps):
+        tapped, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
+        for place, index in enumerate(tapped):
             # A layer may be tapped twice: default taps of a small model.
-            if (first := taps.index(tap)) != place:
+            if (first := tapped.index(index)) != place:
                 blocks[place].copy_(blocks[first])
         if last_row is not None:
             torch.index_select(normed.scaled, 0, last_row, out=bufs.last)
@@ -164,6 +167,17 @@ class FusedTarget(Target):
         if self.tap_layers is None or layer not in self.tap_layers:
             return None
         return bufs.features.narrow(1, self.tap_layers.index(layer) * self.hidden_size, self.hidden_size)
+
+
+def _kind_of(value: Any) -> object:
+    """Return what kernels of a launch with a value are compiled for: equal for values that differ in numbers alone."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.data_ptr() % 16
+    if isinstance(value, tuple):
+        return tuple(map(_kind_of, value))
+    if is_dataclass(value):
+        return tuple(_kind_of(getattr(value, each.name)) for each in fields(value))
+    return float if isinstance(value, float) else value
 
 
 def _fuse_layer(layer: Any, eps: float) -> FusedLayer:

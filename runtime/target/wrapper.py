@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,6 +27,7 @@ from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .few_rows import few_rows
 from .fp8 import Fp8Linear
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
@@ -160,6 +161,11 @@ class TargetModel(Target):
             else:
                 self._copy = SharedCopy(self.model, attention.ATTENTION_NAME)
                 self._record_features(self._copy)
+                lm_head: Any = self._copy.of(self.model.get_output_embeddings())
+                # Quantised weights multiply themselves.
+                is_plain = type(lm_head) is nn.Linear and type(lm_head.weight) is nn.Parameter
+                if is_plain and lm_head.bias is None:
+                    vars(lm_head).setdefault("forward", partial(few_rows, weight=lm_head.weight))
         for name in ("layer_shapes", "eager_reason", "weight_bytes"):
             vars(self).pop(name, None)
         self.version += 1

@@ -114,7 +114,7 @@ def test_a_line_says_once_that_kernels_compile(generate: Run, monkeypatch: pytes
 
 def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> None:
     command = (pair.slim, "--target", pair.target, "--prompt", "hello", "--max-new-tokens", "6", "--check")
-    assert "trees of 16 nodes (by sizes alone: on a CPU plain decoding" in run(generate_cli.main, *command).err
+    assert "trees of 4 nodes (by sizes alone: the model is on cpu)" in run(generate_cli.main, *command).err
 
 
 def test_a_check_that_finds_another_token_fails(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def test_windows(model: SpeculativeModel) -> None:
     ] == [5]
 
 
+@pytest.mark.slow
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
     target, head = model.target.model, write_head(tmp_path / "other", vocab=VOCAB)
