@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -212,7 +212,7 @@ class TorchDraft:
 
 def drafter_of(head: HeadWeights, row: Row, weights: str) -> BufferedDrafter:
     """Build a drafter whose buffers hold the step of a row; ``head`` is over the whole vocabulary."""
-    head = replace(head.of_rows(slice(row.draft_vocab)), sliding_window=row.window or None)
+    head = head.of_rows(slice(row.draft_vocab)).with_window(row.window or None)
     packing = SharedPacking(head, weight_dtype=head.dtype if weights == "bf16" else WEIGHTS[weights])
     wanted, room = Drafter(head, row.tree, "triton", packing), (row.batch, max(row.prefix, CAPACITY))
     drafter = wanted.on_slots(*room, wanted.allocate_cache(*room))
