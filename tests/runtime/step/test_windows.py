@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import PartialVerification
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -57,6 +59,18 @@ def test_the_first_tokens_of_a_text_are_seen_too(model: SpeculativeModel) -> Non
     assert output.stats.num_reused_tokens > 1600
     assert output.token_ids == expected.token_ids
     assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+
+
+def test_partial_verification(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that ran ahead and are taken back leave the window as it was."""
+    made = partial(PartialVerification, num_blocks=2, min_length=0)
+    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", made)
+    prompts, options = random_prompts([1150, 640]), {**OPTIONS, "max_new_tokens": 30, "partial_verification": "exact"}
+    output, expected = model.generate(prompts, **options), over_all_keys(model).generate(prompts, **options)
+    assert output.token_ids == expected.token_ids
+    assert output.stats.num_partial_passes > 0
+    for name in ("accepted_lengths", "num_partial_passes", "num_rolled_back_tokens"):
+        assert getattr(output.stats, name) == getattr(expected.stats, name)
 
 
 def test_what_lies_before_the_window_is_not_computed(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
