@@ -55,12 +55,12 @@ class _Record:
 
 @dataclass
 class _Entering:
-    """A request whose prompt is run; ``chunks``: rows of those that are left, None before it begins."""
+    """A request whose prompt is run; ``chunks``: those that are left (`Prefill.begin`), None before it begins."""
 
     slot: int
     request: Request
     rules: CallRules
-    chunks: list[int] | None = None
+    chunks: list[tuple[int, bool]] | None = None
 
 
 class GenerationLoop:
@@ -163,7 +163,8 @@ class GenerationLoop:
         owners = {request.owner for request, _ in taken} if self.plan.reuse_prefix else set()
         kept = [rows if {rows.owner} == owners else KeptRows() for rows in self.decoders.kept]
         prompts = [request.prompt_ids for request, _ in taken]
-        matches = match_slots(prompts, kept, free, self.plan.is_drafted)
+        window = self.decoders.drafter.weights.sliding_window
+        matches = match_slots(prompts, kept, free, self.plan.is_drafted, window)
         for (request, rules), (slot, shared) in zip(taken, matches, strict=True):
             request.num_reused = shared
             self.entering.append(_Entering(slot, request, rules))
@@ -176,6 +177,9 @@ class GenerationLoop:
                 dropped.append(request)
                 self.decoder.stop_slot(slot)
                 del self.running[slot]
+                if self.decoder.drafts.held_pairs is not None:
+                    # Of what it began with, pairs have made room for later ones.
+                    self.decoders.kept[slot] = KeptRows()
         for request in dropped:
             request.finish_reason = "cancelled"
         if dropped:
@@ -189,10 +193,10 @@ class GenerationLoop:
         self._rules[slot], self._stages[slot] = (entering.rules.rules, entering.rules.numbers), stage
         with self._phase("prefill"):
             chunks = entering.chunks = self._begin(entering) if entering.chunks is None else entering.chunks
-            nodes = chunks.pop(0)
+            chunk = chunks.pop(0)
             if not chunks:
                 self.running[slot] = request
-            prompts.run_chunk(nodes, self.plan.stages[stage], self.host)
+            prompts.run_chunk(chunk, self.plan.stages[stage], self.host)
             self.decoder.graphs.num_pauses += 1
             if chunks:
                 return
@@ -200,8 +204,8 @@ class GenerationLoop:
         self.entering.popleft()
         self._keep_record(self.decoder.slots.entering.record, {slot: request}, is_step=False)
 
-    def _begin(self, entering: _Entering) -> list[int]:
-        """Upload a request; returns the rows of the chunks of its prompt."""
+    def _begin(self, entering: _Entering) -> list[tuple[int, bool]]:
+        """Upload a request; returns the chunks of its prompt."""
         slot, state, rules = entering.slot, entering.request, entering.rules
         decoder, prompt, first = self.decoder, state.prompt_ids, state.num_reused
         # Ends beyond those that the device has room for are found by the host, as stop strings are.
@@ -340,12 +344,15 @@ class GenerationLoop:
             state.num_drafted += 0 if record.tree is None else record.tree.total_tokens - 1
         if not is_done:
             return
-        pairs = self.decoders.kept[slot].num_pairs
+        before, held = self.decoders.kept[slot], self.decoder.drafts.held_pairs
+        pairs, first_pair = before.num_pairs, before.first_pair
+        if held is not None:
+            first_pair = max(first_pair, len(prompt) + len(state.token_ids) - held)
         if self.plan.is_drafted:
             # Pairs that are surely cached: a draft takes all before it, plain steps let a buffer full of them wait.
             waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]
             pairs = max(0, len(prompt) + num_before - waiting)
-        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs, state.owner)
+        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs, first_pair, state.owner)
         if ended == RUNNING:
             self.decoder.stop_slot(slot)
         if self.running.get(slot) is state:
