@@ -434,7 +434,7 @@ def test_an_unconverted_head_needs_a_ranking(compare: Run, pair: Pair) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["plain", "full"]
 
 
-@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 26), (compare_cli.main, 24)])
+@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 27), (compare_cli.main, 25)])
 def test_help_and_version(run: Run, main: Callable[[list[str]], object], max_options: int) -> None:
     code, out, _ = run(main, "--help")
     assert code == 0
