@@ -7,6 +7,7 @@ an earlier demo left there.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,9 @@ def run(*command: str, folder: Path, shown: slice | None = None) -> list[str]:
     print("\n$", " ".join(f'"{word}"' if " " in word else word for word in command), flush=True)
     program = Path(sysconfig.get_path("scripts")) / command[0]
     output = None if shown is None else subprocess.PIPE
-    done = subprocess.run([program, *command[1:]], cwd=folder, stdout=output, text=True, check=False)
+    # Threads that spin while they wait take the cores from each other where other programs run, too.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    done = subprocess.run([program, *command[1:]], cwd=folder, stdout=output, text=True, check=False, env=env)
     lines = (done.stdout or "").splitlines()
     if shown is not None:
         print("\n".join(lines if done.returncode else lines[shown]), flush=True)
