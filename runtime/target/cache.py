@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .kernels.attention import AttentionScratch
+from .kernels.experts import Routing
 from .kernels.product_kernels import SplitScratch
 from .kernels.tree_rows import ForwardRows
 
@@ -190,6 +191,7 @@ class ForwardBuffers:
     last_squares: Tensor
     scratch: AttentionScratch | None = None
     splits: SplitScratch | None = None
+    routing: Routing | None = None
     queries: Tensor | None = None
     """[rows, layers, heads * head_dim]: where a forward leaves its queries, or those of a prompt's last rows, the last
     one first; None: not recorded."""

@@ -24,12 +24,23 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError, check_choice
 from .fp8 import Fp8Linear, Weight
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+_FILES = {"Qwen3Moe": "qwen3_moe"}
+"""transformers' names of families that are not theirs in small letters."""
 FUSED_ON = ("cuda",)
 """Types of devices on which "auto" is the fused forward."""
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
-_ATTRIBUTES = (*_ATTENTION, "layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
+_EXPERTS = ("top_k", "norm_topk_prob", "num_experts", "has_gate", "is_concatenated", "is_transposed")
+_ATTRIBUTES = (
+    *_ATTENTION,
+    *_EXPERTS,
+    "layer_type",
+    "attention_type",
+    "has_sliding_layers",
+    "variance_epsilon",
+    "max_norm",
+)
 """Attributes of modules that a forward computes with."""
 LIBRARIES = ("torch", "transformers")
 _RECORDER = "transformers.utils.output_capturing"
@@ -75,7 +86,8 @@ def unfit_reason(model: nn.Module) -> str | None:
     family = _family_of(type(model))
     if family is None:
         return f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
-    file: Any = import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    name = _FILES.get(family, family.lower())
+    file: Any = import_module(f"transformers.models.{name}.modeling_{name}")
     kinds = {part: getattr(file, f"{family}{part}") for part in _PARTS}
     for part, kind in kinds.items():
         if (kind.__module__, kind.__qualname__) != (file.__name__, f"{family}{part}"):
