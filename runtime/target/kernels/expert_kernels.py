@@ -88,6 +88,7 @@ def _unordered(ordered):
 def _choose(logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexpr, SLOTS: tl.constexpr):
     """Choose the experts of rows by ``logits`` fp32 [rows, experts]: their ids, then weights, [rows, SLOTS]."""
     COUNT: tl.constexpr = GRID.experts
+    TOP_K: tl.constexpr = GRID.top_k
     slot = tl.arange(0, SLOTS)
     is_expert = (expert < COUNT)[None, :]
     # Of equal logits the lower id is the larger key.
@@ -98,7 +99,7 @@ def _choose(logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexp
     largest = _unordered((tl.max(keys, 1) >> 32).to(tl.int32))
     all_weights = exact_sum(tl.where(is_expert, tl.exp(logits - largest[:, None]), 0.0), 1)
     total = tl.zeros((logits.shape[0],), tl.float32)
-    for j in tl.static_range(GRID.top_k):
+    for j in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
         keys = tl.where(keys == best[:, None], _LEAST, keys)
         probability = tl.exp(_unordered((best >> 32).to(tl.int32)) - largest) / all_weights
@@ -139,15 +140,16 @@ def route_kernel(
     at = (row.to(tl.int64) * SHAPE.splits + split) * SHAPE.size
     tl.store(picks.sums + at[None, :] + n[:, None], acc, mask=n_inside[:, None] & inside[None, :])
     tl.debug_barrier()
-    PROGRAMS: tl.constexpr = SHAPE.splits * ((SHAPE.size + TILES.block_n - 1) // TILES.block_n)
+    SPLITS: tl.constexpr = SHAPE.splits
+    PROGRAMS: tl.constexpr = SPLITS * ((SHAPE.size + TILES.block_n - 1) // TILES.block_n)
     if tl.atomic_add(picks.finished + block, 1, sem="acq_rel") == PROGRAMS - 1:
         tl.store(picks.finished + block, 0)
         tl.debug_barrier()
         expert = tl.arange(0, BLOCK)
         both = inside[:, None] & (expert < SHAPE.size)[None, :]
         total = tl.zeros((row.shape[0], BLOCK), tl.float32)
-        for each in tl.static_range(SHAPE.splits):
-            at = (row.to(tl.int64) * SHAPE.splits + each) * SHAPE.size
+        for each in tl.static_range(SPLITS):
+            at = (row.to(tl.int64) * SPLITS + each) * SHAPE.size
             total += tl.load(picks.sums + at[:, None] + expert[None, :], mask=both, other=0.0, cache_modifier=".cg")
         times = norm_factor(load_squares(factor, row, inside, SHAPE.depth), factor.eps, factor.unshrink, SHAPE.depth)
         kind = x_ptr.dtype.element_ty
@@ -239,12 +241,12 @@ def gated_experts_kernel(
     w_row, w_inside = expert * SHAPE.size + in_tile + is_up * SIZE, in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
     n = tile * PAIRED + tl.arange(0, PAIRED)
+    none = tl.zeros([TILES.block_n, TILES.block_rows], tl.float32)
     for first in tl.range(share * TILES.block_rows, count, GRID.shares * TILES.block_rows, num_stages=1):
         pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, TILES.block_rows)
         row = pair // GRID.top_k
         squares = load_squares(factor, row, inside, SHAPE.depth)
-        acc = tl.zeros([TILES.block_n, TILES.block_rows], tl.float32)
-        acc = sum_split(operands, row, inside, w_row, w_inside, 0, 0, acc, SHAPE, TILES)
+        acc = sum_split(operands, row, inside, w_row, w_inside, 0, 0, none, SHAPE, TILES)
         if SHAPE.groups > 0:
             acc *= row_scales(operands, w_row, w_inside, SHAPE)[:, None]
         gate, up = split_pairs(acc)
@@ -259,13 +261,14 @@ def gated_experts_kernel(
 @triton.jit
 def _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SIZE, GRID: tl.constexpr, TAP: tl.constexpr):
     """Add the experts' results of some rows and columns to the residual, slot after slot."""
+    TOP_K: tl.constexpr = GRID.top_k
     inside, n_inside = row < rows, n < SIZE
     both = n_inside[:, None] & inside[None, :]
     before = tl.load(out.residual + row.to(tl.int64)[None, :] * SIZE + n[:, None], mask=both, other=0.0)
     gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
     total = tl.zeros((n.shape[0], row.shape[0]), tl.float32)
-    for j in tl.static_range(GRID.top_k):
-        pair = row * GRID.top_k + j
+    for j in tl.static_range(TOP_K):
+        pair = row * TOP_K + j
         expert = tl.load(picks.experts + pair, mask=inside, other=GRID.experts)
         weight = tl.load(picks.weights + pair, mask=inside, other=0.0)
         kept = n_inside[:, None] & (expert < GRID.experts)[None, :]
@@ -309,10 +312,10 @@ def add_experts_kernel(
     if OVERLAP:
         ask_ahead(w_ptr, w_row, n_inside & (count > 0), 0, SHAPE, TILES)
     wait_for_previous(OVERLAP)
+    none = tl.zeros([TILES.block_n, TILES.block_rows], tl.float32)
     for first in tl.range(share * TILES.block_rows, count, GRID.shares * TILES.block_rows, num_stages=1):
         pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, TILES.block_rows)
-        acc = tl.zeros([TILES.block_n, TILES.block_rows], tl.float32)
-        acc = sum_split(operands, pair, inside, w_row, n_inside, 0, 0, acc, SHAPE, TILES)
+        acc = sum_split(operands, pair, inside, w_row, n_inside, 0, 0, none, SHAPE, TILES)
         if SHAPE.groups > 0:
             acc *= row_scales(operands, w_row, n_inside, SHAPE)[:, None]
         to = pair.to(tl.int64)[None, :] * SHAPE.size + n[:, None]

@@ -39,7 +39,7 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "fp8": (
         ProductTiles(64, 128, 16, 4, 4, ahead=256),
         ProductTiles(64, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 8, 2),
+        ProductTiles(64, 128, 64, 4, 3),
     ),
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
