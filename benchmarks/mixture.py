@@ -14,7 +14,7 @@ of it touched. Rows:
 * ``pass/LAW/SEQUENCES/ROWS``: a pass of the target after 512 tokens of each sequence, and the time that its bytes take
   at the card's copy rate;
 * ``step/LAW/SEQUENCES``: a plain step, its tokens chosen;
-* ``draft/LAW/NODES``: chains, over plain steps in turn: 2.2 tokens a step (of 2 nodes 1.6), a head of 32,000 rows;
+* ``draft/LAW/NODES``: chains, over plain steps in turn: 2.2 tokens a step (of 3 nodes 1.9), a head of 32,000 rows;
 * ``layer/ROWS``: a layer's router and experts, beside transformers' module with `torch._grouped_mm`;
 * ``prompt/TOKENS``: a prompt to its first token, beside transformers' forward of as many tokens.
 
@@ -120,9 +120,8 @@ class Mixture:
 
     def read_bytes(self, touched: float, kv_rows: int) -> float:
         """Count the bytes that a pass reads which touches as many experts of each layer."""
-        layers = len(self.model.model.layers)
-        others = self.random.weight_bytes - layers * self.sizes["num_experts"] * self.expert_bytes
-        return others + layers * touched * self.expert_bytes + self.random.kv_bytes(kv_rows)
+        more = len(self.model.model.layers) * (touched - self.sizes["num_experts_per_tok"])
+        return self.random.weight_bytes + more * self.expert_bytes + self.random.kv_bytes(kv_rows)
 
     def time_pass(self, law: str, places: int, nodes: int, bandwidth: float) -> dict[str, Any]:
         """Time a pass of so many rows of each of ``places`` sequences."""
@@ -149,7 +148,7 @@ class Mixture:
         self.follow(law, 1)
         tree, steps = TreeConfig(nodes - 2, 1, nodes), STEPS
         cache = self.random.new_cache(1, PREFIX + (steps + 2) * nodes + nodes)
-        lengths = draw_lengths((2.2 if nodes == 4 else 1.6) + SPARE_LENGTH, nodes)
+        lengths = draw_lengths((2.2 if nodes == 4 else 1.9) + SPARE_LENGTH, nodes)
         decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, ROWS, lengths)]
         capture_steps([(each, 1) for each in decoders], PREFIX)
         plain, drafted = take_turns(decoders, 1, PREFIX, steps, 3)
@@ -278,7 +277,7 @@ def all_rows() -> list[str]:
         f"pass/{law}/{places}/{nodes}" for law in ("biased", "uniform") for places in PASSES for nodes in PASSES[places]
     ]
     steps = [f"step/{law}/{places}" for law, places in (("uniform", 1), ("uniform", 16), ("biased", 16))]
-    drafts = [f"draft/{law}/{nodes}" for law in ("biased", "uniform") for nodes in (4, 2)]
+    drafts = [f"draft/{law}/{nodes}" for law in ("biased", "uniform") for nodes in (4, 3)]
     layers = [f"layer/{rows}" for rows in (1, 4, 16, 60)]
     return ["exact", "tokens", *passes, *steps, *drafts[:2], "prompt/4096", *layers, *drafts[2:], "prompt/512"]
 

@@ -121,7 +121,8 @@ class DrafterTrees(Drafts):
     def _drafter_of(self, tree: TreeConfig) -> BufferedDrafter:
         assert self.drafter is not None
         if tree.top_k not in self._drafters:
-            alike = [shape for shape in shapes_up_to(self.drafter.tree) if shape and shape.top_k == tree.top_k]
+            shapes = shapes_up_to(self.drafter.tree, self._slots.target.is_mixture)
+            alike = [shape for shape in shapes if shape and shape.top_k == tree.top_k]
             drafter = self.drafter.of_bound(bound_of([tree, *alike]))
             self._drafters[tree.top_k] = drafter
             self.barriers = [*self.barriers, *barriers_of(drafter.bufs)]

@@ -199,13 +199,14 @@ def _choose_shapes(
 
     ``fixed_for``: why steps cannot choose, if something of the call forbids it.
     """
-    shapes, tree = shapes_up_to(decoders.tree), decoders.tree
+    is_mixture, tree = target.runs.is_mixture, decoders.tree
+    shapes = shapes_up_to(tree, is_mixture)
     if target.device.type == "cpu":
         fixed_for = "on a CPU plain decoding (speculative=False) is often faster"
     elif decoders.eager_reason is not None or target.exactness is None:
         fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
-        first = first_shape(bucket_of(slots), shapes)
+        first = first_shape(bucket_of(slots), shapes, is_mixture)
         others = [shape for shape in shapes if shape != first]
         return (first, *others), "the most tokens a second, as measured here"
     # Steps without graphs take as long as the host needs to launch them.

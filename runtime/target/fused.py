@@ -94,7 +94,6 @@ class FusedTarget(Target):
         mlps = [layer.mlp for layer in self.layers]
         self.intermediate_size = max((mlp.down.shape[1] for mlp in mlps if isinstance(mlp, DenseMlp)), default=0)
         self.experts = next((mlp for mlp in mlps if isinstance(mlp, Experts)), None)
-        """Those of the first layer that has any; all have the same sizes."""
         self.ops = ops or Ops.for_device(self.device)
         self._rotary = decoder.rotary_emb if rotary is None else rotary
         self._old_tables: list[tuple[Tensor, Tensor]] = []
@@ -104,6 +103,17 @@ class FusedTarget(Target):
     def layer_shapes(self) -> list[LayerShape]:
         """Shapes of all decoder layers."""
         return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
+
+    @property
+    def chunk_rows(self) -> tuple[int, ...]:
+        """See `Target.chunk_rows`: a long chunk of a mixture reads every expert, so it is longer there."""
+        return super().chunk_rows if self.experts is None else (*super().chunk_rows, 2048)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the experts that a token does not go to."""
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return sum(each.size_bytes * (each.count - each.top_k) // each.count for each in mixtures)
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""

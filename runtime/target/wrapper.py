@@ -220,9 +220,10 @@ class TargetModel(Target):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
+        """Bytes of the weights that a token reads: those of the decoder layers and of the LM head."""
         layers = chain.from_iterable(chain(layer.parameters(), layer.buffers()) for layer in self.layers)
-        return sum(weight.nbytes for weight in (*layers, self.lm_head))
+        unread = 0 if self._fused is None else self._fused.unread_bytes
+        return sum(weight.nbytes for weight in (*layers, self.lm_head)) - unread
 
     @property
     def max_positions(self) -> int | None:

@@ -35,7 +35,6 @@ from .product_kernels import (
     sum_split,
 )
 
-
 _LEAST = tl.constexpr(-(1 << 63))
 
 
@@ -241,9 +240,11 @@ def gated_experts_kernel(
     w_row, w_inside = expert * SHAPE.size + in_tile + is_up * SIZE, in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
     n = tile * PAIRED + tl.arange(0, PAIRED)
-    none = tl.zeros([TILES.block_n, TILES.block_rows], tl.float32)
-    for first in tl.range(share * TILES.block_rows, count, GRID.shares * TILES.block_rows, num_stages=1):
-        pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, TILES.block_rows)
+    COLUMNS: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.block_rows
+    none = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
+        pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
         row = pair // GRID.top_k
         squares = load_squares(factor, row, inside, SHAPE.depth)
         acc = sum_split(operands, row, inside, w_row, w_inside, 0, 0, none, SHAPE, TILES)
@@ -312,9 +313,11 @@ def add_experts_kernel(
     if OVERLAP:
         ask_ahead(w_ptr, w_row, n_inside & (count > 0), 0, SHAPE, TILES)
     wait_for_previous(OVERLAP)
-    none = tl.zeros([TILES.block_n, TILES.block_rows], tl.float32)
-    for first in tl.range(share * TILES.block_rows, count, GRID.shares * TILES.block_rows, num_stages=1):
-        pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, TILES.block_rows)
+    COLUMNS: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.block_rows
+    none = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
+        pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
         acc = sum_split(operands, pair, inside, w_row, n_inside, 0, 0, none, SHAPE, TILES)
         if SHAPE.groups > 0:
             acc *= row_scales(operands, w_row, n_inside, SHAPE)[:, None]

@@ -71,6 +71,11 @@ class Experts:
         """Columns of an expert's gate, and of its up."""
         return self.down.shape[1]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all experts, but for scales."""
+        return sum(source_of(weight).nbytes for weight in (self.gate_up, self.down))
+
 
 @dataclass(frozen=True)
 class Routing:
