@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..ops import Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .expert_loading import Fp8Experts
 from .fp8 import Fp8Linear, Fp8Weight, Weight
 from .kernels.attention import AttentionParams, tree_attention
 from .kernels.experts import Experts, Routing, add_experts, gated_experts, route
@@ -228,8 +229,11 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
 def _fuse_mlp(mlp: Any) -> DenseMlp | Experts:
     if hasattr(mlp, "experts"):
         router, experts = mlp.gate, mlp.experts
-        gate_up, down = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
-        return Experts(router.weight, gate_up, down, int(router.top_k), bool(router.norm_topk_prob))
+        if isinstance(experts, Fp8Experts):
+            weights: tuple[Weight, Weight] = experts.gate_up, experts.down
+        else:
+            weights = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
+        return Experts(router.weight, *weights, int(router.top_k), bool(router.norm_topk_prob))
     both = [mlp.gate_proj, mlp.up_proj]
     bias = _pack(both, "bias") if mlp.gate_proj.bias is not None else None
     return DenseMlp(_pack_weights(both), bias, mlp.down_proj.weight, mlp.down_proj.bias)

@@ -22,6 +22,7 @@ from eagle_slim.vocab_tools.compat import CALLS, compiled_call, forward_hooks, g
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError, check_choice
+from .expert_loading import Fp8Experts
 from .fp8 import Fp8Linear, Weight
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -159,6 +160,9 @@ def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
     with torch.device("meta"):
         expected: nn.Module = kind(own)
     modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in model.named_modules():
+        if type(module) is Fp8Experts:
+            modules |= {f"{path}.{name}".rstrip("."): each for name, each in module.plain.named_modules()}
     for path, wanted in expected.named_modules():
         module, where = modules[path], path or kind.__name__
         is_fp8 = type(module) is Fp8Linear and type(wanted) is nn.Linear and path.startswith("model.layers.")

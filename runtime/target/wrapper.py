@@ -27,6 +27,7 @@ from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .expert_loading import Fp8Experts
 from .fp8 import Fp8Linear
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
@@ -183,7 +184,7 @@ class TargetModel(Target):
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
-        if any(isinstance(module, Fp8Linear) for module in self.model.modules()):
+        if any(isinstance(module, (Fp8Linear, Fp8Experts)) for module in self.model.modules()):
             reason = "it was asked for" if self._asked == "transformers" else unfit_reason(self.model)
             if reason is not None:
                 raise UnsupportedModelError(
