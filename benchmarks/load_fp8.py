@@ -98,7 +98,8 @@ def check(device: torch.device, folder: Path) -> None:
     model.save_pretrained(folder)
     config = load_target_config(folder, None, True)
     here, there = (
-        load_by_tensor(folder, config, AT_LOAD, torch.bfloat16, place).state_dict() for place in (torch.device("cpu"), device)
+        load_by_tensor(folder, config, AT_LOAD, torch.bfloat16, place).state_dict()
+        for place in (torch.device("cpu"), device)
     )
     wrong = [name for name, each in here.items() if not torch.equal(each, there[name].cpu())]
     assert not wrong, f"{wrong} differ between {device} and the CPU"

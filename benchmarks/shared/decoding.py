@@ -40,6 +40,7 @@ from eagle_slim.runtime.step.partial import PartialChains
 from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
 from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
+from eagle_slim.runtime.target.expert_loading import Fp8Experts
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention, attention_kernels
@@ -121,6 +122,14 @@ def random_target(
 def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blocks: bool) -> None:
     """Give a model on the meta device random weights, those of its layers' matrices in FP8."""
     for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = experts = Fp8Experts(layer.mlp.experts, is_by_blocks, device)
+            for weight in (experts.gate_up, experts.down):
+                for words, scales in zip(weight.words.chunk(16), weight.scales.chunk(16), strict=True):
+                    drawn = torch.empty((len(words), weight.shape[1]), dtype=dtype, device=device).normal_(std=0.02)
+                    quantised = quantise_rows(drawn)
+                    words.copy_(quantised.words)
+                    scales.copy_(quantised.scales)
         for path, linear in [(path, each) for path, each in layer.named_modules() if isinstance(each, nn.Linear)]:
             weight = quantise_rows(torch.empty(linear.weight.shape, dtype=dtype, device=device).normal_(std=0.02))
             if is_by_blocks:
@@ -420,20 +429,22 @@ class Pass(NamedTuple):
     touched: Callable[[], float]
 
 
-def pass_of(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Pass:
-    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of each slot.
-
-    All rows have logits. On a GPU it is captured; call it in inference mode.
-    """
-    assert isinstance(target, FusedTarget)
+def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Callable[[], None]:
+    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of each slot."""
     places, nodes = tokens.shape
     device, places_of = tokens.device, torch.arange(places, dtype=torch.int32, device=tokens.device)
     rows = ForwardRows.allocate(places, nodes, torch.full((places,), prefix, dtype=torch.int32, device=device))
     node = torch.arange(nodes, device=device).expand(places, nodes).contiguous()
     count = torch.tensor([places], dtype=torch.int32, device=device)
-    target.ops(tree_rows)(Trees(places_of, count, tokens, node - 1, node), rows)
+    Ops.for_device(device)(tree_rows)(Trees(places_of, count, tokens, node - 1, node), rows)
     bufs = target.new_buffers(places, nodes, places * nodes, cache.capacity)
-    run = partial(target.forward, rows, cache.first(places), bufs)
+    return partial(target.forward, rows, cache.first(places), bufs)
+
+
+def captured_pass(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Pass:
+    """Return a `pass_over` tokens, captured on a GPU; call it in inference mode."""
+    assert isinstance(target, FusedTarget)
+    run = pass_over(target, cache, tokens, prefix)
 
     def touched() -> float:
         noting = NotingOps(target.ops)
@@ -441,16 +452,14 @@ def pass_of(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Pass
             run()
         return sum(noting.touched) / max(1, len(noting.touched))
 
-    if device.type != "cuda":
+    if tokens.device.type != "cuda":
         return Pass(run, touched)
-    with only_compiled():
-        run()
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     # What the graph reads and writes lives as long as it does.
-    return Pass(partial(_replay, graph, (rows, bufs, tokens)), touched)
+    return Pass(partial(_replay, graph, run), touched)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _held: object) -> None:

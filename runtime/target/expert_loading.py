@@ -1,4 +1,4 @@
-"""Where the tensors of experts go: checkpoints hold a matrix of each expert, the model all experts' in two tensors.
+"""Places of experts' tensors: checkpoints hold a matrix of each expert, a model those of all experts in two tensors.
 
 transformers' own form, with all experts of a layer in a tensor of three axes, is read, too, but not published in FP8.
 """

@@ -118,6 +118,7 @@ class _Loader:
     ) -> None:
         self.model, self.checkpoint, self.form, self.dtype, self.device = model, checkpoint, form, dtype, device
         self.num_unused, self._is_published = 0, form is not None and form.method is not None
+        self._strategy = "" if form is None else form.strategy
         self.linears: dict[str, Fp8Linear] = {}
         """Layers in FP8, by the names of their weights and scales."""
         self._parts: dict[str, tuple[Any, str, slice]] = {}
@@ -180,8 +181,7 @@ class _Loader:
         if not any(in_fp8):
             self._parts |= {stored: (experts, *place) for stored, place in places.items()}
             return
-        assert self.form is not None
-        mlp.experts = replaced = Fp8Experts(experts, self.form.strategy == "block", self.device)
+        mlp.experts = replaced = Fp8Experts(experts, self._strategy == "block", self.device)
         weights = dict(zip(WHOLE, (replaced.gate_up, replaced.down), strict=True))
         for stored, (name, rows) in places.items():
             weight = weights[name]
@@ -199,7 +199,7 @@ class _Loader:
             raise self._wrong(first, f"is in FP8, but not all of {', '.join(names)}, which are multiplied by at once")
         linears = [layer.get_submodule(name) for name in names]
         sizes, columns = [linear.out_features for linear in linears], linears[0].in_features
-        groups = ceil(columns / SCALE_BLOCK) if self.form.strategy == "block" else 1
+        groups = ceil(columns / SCALE_BLOCK) if self._strategy == "block" else 1
         if columns % 16:
             problem = f"has {columns} columns, and matrices in FP8 need a multiple of 16"
             raise UnsupportedModelError(f"{type(self.model).__name__}: {prefix}{names[0]} {problem}.")
@@ -246,7 +246,7 @@ class _Loader:
                 "channel": [(out, 1), (out,)],
                 "tensor": [(), (1,)],
             }
-            shapes = allowed[self.form.strategy]
+            shapes = allowed[self._strategy]
         elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)
         # All experts of a layer below one another, but for the axis between.
@@ -280,7 +280,7 @@ class _Loader:
         linear, tensor = self.linears[name], tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
         if not name.endswith(_MATRICES):
             scales = self._finite(name, tensor.float())
-            if self.form.strategy == "block":
+            if self._strategy == "block":
                 scales = scales.repeat_interleave(SCALE_BLOCK, 0)[: len(linear.scales)]
             linear.scales.copy_(scales.reshape(-1, linear.scales.shape[1]))
         elif self._is_published:

@@ -178,15 +178,15 @@ class FusedTarget(Target):
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
             is_final = index + 1 == len(self.layers)
             norm = self.final_norm if is_final else self.layers[index + 1].norm_in
-            mlp, lift, tap = layer.mlp, lift_of(layer.mlp.down, self.dtype), self._tap(bufs, index + 1)
+            mlp, lift, copied = layer.mlp, lift_of(layer.mlp.down, self.dtype), self._tap(bufs, index + 1)
             if isinstance(mlp, Experts):
                 assert bufs.routing is not None
                 ops(route)(normed, layer.norm_post, mlp, rows.kv_rows, bufs.routing)
                 ops(gated_experts)(normed, layer.norm_post, mlp, bufs.routing, lift)
-                ops(add_experts)(mlp, bufs.routing, norm, normed, tap)
+                ops(add_experts)(mlp, bufs.routing, norm, normed, copied)
             else:
                 ops(gated_product)(normed, layer.norm_post, mlp.gate_up, mlp.gate_up_bias, bufs.gated, scratch, lift)
-                ops(add_product)(bufs.gated, mlp.down, mlp.down_bias, norm, normed, tap, scratch)
+                ops(add_product)(bufs.gated, mlp.down, mlp.down_bias, norm, normed, copied, scratch)
         if self.tap_layers is None:
             ops(norm_rows)(normed, self.final_norm, bufs.features)
         taps, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)

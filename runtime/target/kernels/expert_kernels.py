@@ -56,7 +56,7 @@ class ExpertGrid:
 
 
 class Picks(NamedTuple):
-    """Where rows go: ``experts`` int32 and ``weights`` fp32 [rows, top_k], and what else is written on the way.
+    """Experts of rows: ``experts`` int32 and ``weights`` fp32 [rows, top_k], and what else is written on the way.
 
     A row that nobody reads has as ``experts`` one more than there are. ``counts`` int32 [experts] and ``members`` int32
     [experts, rows]: pairs of each expert, in order, if they are listed. ``sums`` fp32 [rows, splits, experts]: the

@@ -79,7 +79,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where a forward's rows go, and what their experts give.
+    """Buffers of a forward's rows and their experts.
 
     ``gated`` [pairs, width] of the model's type; ``parts`` fp32 [pairs, hidden], what each of a row's experts gives.
     """
@@ -250,7 +250,8 @@ def _grid(experts: Experts, rows: int, shares: int) -> ExpertGrid:
 
 def _places(grid: ExpertGrid, rows: int) -> int:
     """Count the programs of a grid over each tile of columns."""
-    return (rows * grid.top_k if grid.by_pair else grid.experts) * grid.shares
+    places: int = rows * grid.top_k if grid.by_pair else grid.experts
+    return places * grid.shares
 
 
 def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple[ProductTiles, ExpertGrid]:
