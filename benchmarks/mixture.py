@@ -176,9 +176,9 @@ class Mixture:
     def time_layer(self, rows: int) -> dict[str, Any]:
         """Time a layer's router and experts, and transformers' module over the same rows."""
         layer, target = self.model.model.layers[1].mlp, self.random.target
-        experts = target.experts
+        assert target.experts is not None
         x = torch.randn(rows, target.hidden_size, dtype=target.dtype, device=self.device) * STAND_OUT
-        ours, _ = run_layer(experts, x, torch.arange(rows, dtype=torch.int32, device=self.device))
+        ours, _ = run_layer(target.experts, x, torch.arange(rows, dtype=torch.int32, device=self.device))
         runs: dict[str, Callable[[], object]] = {"ours": ours, "transformers": partial(layer, x[None])}
         found: dict[str, Any] = {}
         for name, run in runs.items():
@@ -257,8 +257,8 @@ def check_layer(name: str, device: torch.device) -> dict[str, Any]:
     differing = 0
     for order in orders:
         of_routing, of_rows = whole_of(order)
-        pairs = ((of_routing.picks.experts, routing.picks.experts), (of_routing.picks.weights, routing.picks.weights))
-        pairs += ((of_rows.residual, rows.residual), (of_rows.scaled, rows.scaled), (of_rows.squares, rows.squares))
+        pairs = [(of_routing.picks.experts, routing.picks.experts), (of_routing.picks.weights, routing.picks.weights)]
+        pairs += zip(of_rows, rows, strict=True)
         differing += int(torch.stack([(mine != theirs[order]).any(1) for mine, theirs in pairs]).any(0).sum())
     error = float(errors.max() / wanted_rows.residual.float().abs().max())
     compared = sum(map(len, orders))

@@ -237,7 +237,7 @@ def _weight_args(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor, Tensor | No
 
 def _power(size: int) -> int:
     """Return the power of two, at least 2, that ``size`` places fit in."""
-    return max(2, triton.next_power_of_2(size))
+    return max(2, 1 << (size - 1).bit_length())
 
 
 def _grid(experts: Experts, rows: int, shares: int) -> ExpertGrid:
