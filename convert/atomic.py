@@ -70,9 +70,9 @@ def atomic_directory(
 def check_output(out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*") -> None:
     """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written."""
     out = _real(out)
-    place = _parent_of(out)
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        raise _unwritable(out, f"{place} is not a folder that you may write to")
+    parent = _parent_of(out)
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise _unwritable(out, f"{parent} is not a folder that you may write to")
     try:
         os.lstat(_aside(out, "new"))
     except OSError as error:
@@ -83,14 +83,14 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         return
     if not force:
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
-    found = None if out.is_dir() else "it is a file"
-    if found is None and marker is not None and not (out / marker).is_file():
-        found = f"it holds files but no {marker}"
-    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(names, path.name)]):
-        found = f"it holds {', '.join(sorted(strange)[:4])}"
-    if found is not None:
+    problem = None if out.is_dir() else "it is a file"
+    if problem is None and marker is not None and not (out / marker).is_file():
+        problem = f"it holds files but no {marker}"
+    if problem is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(names, path.name)]):
+        problem = f"it holds {', '.join(sorted(strange)[:4])}"
+    if problem is not None:
         advice = "Choose another name, or remove it yourself."
-        raise OutputExistsError.at(out, f"not replaced: {found}; only what this program wrote is.\n{advice}")
+        raise OutputExistsError.at(out, f"not replaced: {problem}; only what this program wrote is.\n{advice}")
 
 
 def check_room(out: Path | str, size_bytes: int) -> None:

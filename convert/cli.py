@@ -7,18 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.common_cli import (
-    EagleCommand,
-    emit_json,
-    force_option,
-    json_option,
-    note,
-    parse_shares,
-    run_cli,
-    version_option,
-    warn,
-    whole_numbers,
-)
+from eagle_slim.vocab_tools import common_cli as common
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP
 from eagle_slim.vocab_tools.errors import printable
 
@@ -43,7 +32,7 @@ def _refuse_gguf(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 @click.command(
-    cls=EagleCommand,
+    cls=common.EagleCommand,
     epilog="""\b
 Examples:
   eagle-convert --draft-vocab 32000
@@ -66,23 +55,11 @@ Examples:
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
-@click.option(
-    "--floor",
-    "floors",
-    multiple=True,
-    metavar="NAME=SHARE",
-    help="Share of a source's held-out tokens that each size must cover: `zh=0.97`.",
-)
+@common.floor_option
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
 @click.option("--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order, without a corpus.")
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
-@click.option(
-    "--force-added",
-    type=click.Choice(["chat", "all"]),
-    default="chat",
-    show_default=True,
-    help="Added tokens that are always kept: those that can occur in a chat, or all.",
-)
+@common.force_added_option
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(0, 2**31 - 1), help="Always keep this id.")
 @click.option(
     "--for",
@@ -90,16 +67,12 @@ Examples:
     type=click.Choice(["sglang", "lmdeploy"]),
     help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).",
 )
-@click.option(
-    "--d2t-form",
-    type=click.Choice(["auto", "offset", "absolute"]),
-    default="auto",
-    show_default=True,
-    help="Form of the head's own map d2t, if its files do not show it.",
+@common.choice_option(
+    "--d2t-form", ["auto", "offset", "absolute"], "Form of the head's map d2t, if its files do not show it."
 )
 @click.option(
     "--tap-layers",
-    callback=whole_numbers,
+    callback=common.whole_numbers,
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, if its files are wrong.",
 )
@@ -107,12 +80,12 @@ Examples:
     "--gguf", callback=_refuse_gguf, is_flag=False, flag_value="", hidden=True, expose_value=False, help="Gone."
 )
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
-@force_option
+@common.force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write: count, check, and print what would be written.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
-@json_option
-@version_option
+@common.json_option
+@common.version_option
 def convert(
     head: str | None, dry_run: bool, progress: bool | None, as_json: bool, flavour: str | None, **options: Any
 ) -> None:
@@ -135,20 +108,20 @@ def convert(
     alike = ("counts", "token_map", "order", "force_added", "force_ids")
     request = VocabRequest(
         corpus=tuple(map(parse_source, options.pop("datasets"))),
-        weights=parse_shares("--weights", options.pop("weights")) or None,
-        floors=parse_shares("--floor", options.pop("floors")) or None,
+        weights=common.parse_shares("--weights", options.pop("weights")) or None,
+        floors=common.parse_shares("--floor", options.pop("floors")) or None,
         **{name: options.pop(name) for name in alike},
     )
     given = ConvertOptions(vocabulary=request, flavour=flavour or "default", **options)  # type: ignore[arg-type]  # checked by click
     run = plan_conversion if dry_run else convert_head
-    done = run(head, given, count=partial(count_tokens, notify=note, progress=progress), say=note)
+    done = run(head, given, count=partial(count_tokens, notify=common.note, progress=progress), say=common.note)
     for plan in done if dry_run else ():
         plan.check()
     # Several sizes of one head have most of their warnings in common.
-    warn(dict.fromkeys(warning for conversion in done for warning in conversion.manifest.warnings))
+    common.warn(dict.fromkeys(warning for conversion in done for warning in conversion.manifest.warnings))
     if as_json:
         results = [conversion.to_json() for conversion in done]
-        emit_json(results if len(results) > 1 else results[0])
+        common.emit_json(results if len(results) > 1 else results[0])
         return
     for conversion in done:
         _print(conversion, "would write" if dry_run else "wrote")
@@ -175,7 +148,7 @@ def _print(conversion: Conversion, verb: str) -> None:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-convert and leave the process."""
-    run_cli(convert, args, "eagle-convert")
+    common.run_cli(convert, args, "eagle-convert")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from .heads.draft_head import DraftHead
 from .heads.taps import AUX_LAYER_KEY, default_taps, section, tap_layers, uses_aux_layers
 
 Severity = Literal["error", "warning", "note"]
-Found = tuple[Severity, str, str]
+Fault = tuple[Severity, str, str]
 """Severity, problem, and what to do instead; "" for another way to serve the head."""
 
 _ATTENTION, _MLP, _HEAD_NORMS = "biases of the attention", "biases of the MLP", "norms of q and k"
@@ -83,7 +83,7 @@ class HeadFacts:
     def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
         """Collect the facts of an open head; `known` are those that are not its own, such as the config to write."""
         is_tapped = head.kind == "eagle3" and names.FC in head.tensors
-        found = cls(
+        facts = cls(
             kind=head.kind,
             config=head.config,
             tensor_names=frozenset(head.tensors),
@@ -92,19 +92,19 @@ class HeadFacts:
             num_taps=head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0,
             nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
         )
-        return replace(found, **known)
+        return replace(facts, **known)
 
     def layers(self, key: str, shift: int = 0) -> tuple[int, ...] | None:
         """Return the list under a key (after a dot: in `eagle_config`), `shift` added to each layer; None without."""
         place, _, name = key.rpartition(".")
-        found = section(self.config, place).get(name)
-        return tuple(layer + shift for layer in found) if isinstance(found, list) and found else None
+        value = section(self.config, place).get(name)
+        return tuple(layer + shift for layer in value) if isinstance(value, list) and value else None
 
     @property
     def architecture(self) -> str | None:
         """The one architecture that engines look at."""
-        found = self.config.get("architectures")
-        return str(found[0]) if isinstance(found, list) and found else None
+        value = self.config.get("architectures")
+        return str(value[0]) if isinstance(value, list) and value else None
 
     @property
     def rope_kind(self) -> str | None:
@@ -124,7 +124,7 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class EngineFinding:
-    """One fault or loss of a head in an engine (a key of `ENGINES`), as `Found`."""
+    """One fault or loss of a head in an engine (a key of `ENGINES`), as `Fault`."""
 
     engine: str
     severity: Severity
@@ -148,8 +148,8 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
 
 def head_findings(facts: HeadFacts, engine: str) -> list[EngineFinding]:
     """Find the faults and losses of a head in an engine of `ENGINES`, in the versions that were tried."""
-    found = [*_rules(facts, engine), *(_of_converter(facts) if engine == "llama.cpp" else ())]
-    return _named(engine, found, facts)
+    faults = [*_rules(facts, engine), *(_of_converter(facts) if engine == "llama.cpp" else ())]
+    return _named(engine, faults, facts)
 
 
 def conversion_findings(facts: HeadFacts) -> list[EngineFinding]:
@@ -163,8 +163,8 @@ def conversion_findings(facts: HeadFacts) -> list[EngineFinding]:
     return [finding for engine in ENGINES for finding in _named(engine, _rules(facts, engine), facts)]
 
 
-def _named(engine: str, found: Iterable[Found], facts: HeadFacts) -> list[EngineFinding]:
-    return [EngineFinding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
+def _named(engine: str, faults: Iterable[Fault], facts: HeadFacts) -> list[EngineFinding]:
+    return [EngineFinding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in faults]
 
 
 def in_words(findings: Sequence[EngineFinding]) -> list[str]:
@@ -185,7 +185,7 @@ def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str
     return architecture
 
 
-def _rules(head: HeadFacts, engine: str) -> Iterator[Found]:
+def _rules(head: HeadFacts, engine: str) -> Iterator[Fault]:
     """Find an engine's faults and losses with a head; TensorRT-LLM and LMDeploy stand for their PyTorch backends."""
     if head.kind == "dflash":
         yield from _of_dflash(names.MARKOV_OUT in head.tensor_names, engine)
@@ -201,7 +201,7 @@ def _rules(head: HeadFacts, engine: str) -> Iterator[Found]:
         yield from _of_layer(head, engine)
 
 
-def _of_dflash(has_markov: bool, engine: str) -> Iterator[Found]:
+def _of_dflash(has_markov: bool, engine: str) -> Iterator[Fault]:
     if engine == "vllm" and has_markov:
         yield "warning", "a DSpark draft runs on a GPU only (model runner V2)", "serve it on a GPU"
     elif engine == "sglang":
@@ -221,7 +221,7 @@ def _of_dflash(has_markov: bool, engine: str) -> Iterator[Found]:
         yield "error", "d2t raises KeyError: a DFlash draft chooses from the target's whole LM head", ""
 
 
-def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
+def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Fault]:
     name, is_reduced = head.architecture or "", head.draft_vocab < head.target_vocab
     if engine in ("vllm", "safeailab") and is_reduced:
         problem = "freq_N.pt is not read: the target's full LM head is used"
@@ -245,7 +245,7 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
                 yield "error", f"the {part} are not loaded: it fails or drafts wrongly", ""
 
 
-def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
+def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Fault]:
     config, plain = head.config, "LlamaForCausalLM" if engine == "lmdeploy" else "LlamaForCausalLMEagle3"
     if head.architecture not in (plain, QWEN3_ARCHITECTURE, None):
         if engine == "tensorrt-llm":
@@ -282,7 +282,7 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
     yield from _of_taps(head, engine)
 
 
-def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
+def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
     is_tapped, layers = uses_aux_layers(head.config), head.target_layers
     taps = tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else default_taps(layers)
@@ -314,7 +314,7 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
             yield "warning", problem, f"convert with --tap-layers {_joined(taps)}, which writes both keys"
 
 
-def _of_converter(head: HeadFacts) -> Iterator[Found]:
+def _of_converter(head: HeadFacts) -> Iterator[Fault]:
     """Compare the layers that llama.cpp's converter reads (b11434, `conversion/llama.py`) with those of the head."""
     if head.kind == "eagle3" and uses_aux_layers(head.config):
         taps = tap_layers(head.config, "config.json", head.target_layers)
@@ -323,7 +323,7 @@ def _of_converter(head: HeadFacts) -> Iterator[Found]:
             yield "warning", problem, f"convert with --tap-layers {_joined(taps)}"
 
 
-def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:
+def _of_layer(head: HeadFacts, engine: str) -> Iterator[Fault]:
     """Check activation, rotation and window, which EAGLE-1/2 and EAGLE-3 heads may both have."""
     # transformers has silu under a second name, swish.
     activation = head.config.get("hidden_act") or "silu"

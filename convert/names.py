@@ -69,32 +69,32 @@ _DROPPED = (
     (re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"), "recomputed from the configuration"),
 )
 
-_WHOLE = ": serve it as it is, "
 OTHER_DRAFTS = {
-    "medusa": ("a Medusa head", _WHOLE + 'in vLLM ("method": "medusa")'),
-    "mlpspeculator": ("an MLP speculator", ", and none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves one"),
+    "medusa": ("a Medusa head", 'in vLLM ("method": "medusa")'),
+    "mlpspeculator": (
+        "an MLP speculator, which none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves",
+        "in an engine that knows its class",
+    ),
     "peagle": (
         "a P-EAGLE head, which drafts in parallel",
-        _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
+        'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
     ),
-    "dflash": ("a DFlash draft of another form than DFlashDraftModel", _WHOLE + "in an engine that knows its class"),
-    "dspark": ("a DSpark draft of another form than Qwen3DSparkModel", _WHOLE + "in an engine that knows its class"),
+    "dflash": ("a DFlash draft of another form than DFlashDraftModel", "in an engine that knows its class"),
+    "dspark": ("a DSpark draft of another form than Qwen3DSparkModel", "in an engine that knows its class"),
     # What each engine reads: docs/serving.md, MTP.
     "mtp": (
         "a multi-token-prediction (MTP) layer",
-        _WHOLE
-        + 'with its target and all rows in vLLM 0.32.0 ("method": "mtp") or llama.cpp b11434 (--spec-type draft-mtp), '
+        'with its target and all rows in vLLM 0.32.0 ("method": "mtp") or llama.cpp b11434 (--spec-type draft-mtp), '
         "or, where the LM head is not tied, with fewer rows in SGLang 0.5.23 (--speculative-algorithm NEXTN "
         "--speculative-token-map LIST.pt, by eagle-vocab export --for sglang)",
     ),
     "model": (
         "a whole language model",
-        _WHOLE
-        + 'as a draft model in vLLM ("method": "draft_model") or llama.cpp (--spec-type draft-simple), or slim an '
-        "EAGLE head of the target",
+        'as a draft model in vLLM ("method": "draft_model") or llama.cpp (--spec-type draft-simple), or slim an EAGLE '
+        "head of the target",
     ),
 }
-"""Drafts that are no EAGLE heads, by a word of their class or type: their name, and how to serve them."""
+"""Drafts that are no EAGLE heads, by a word of their class or type: their name, and where to serve them as they are."""
 
 # Marks of heads that resemble EAGLE and are not converted, with the name to refuse them by.
 _FOREIGN = (
@@ -192,8 +192,8 @@ def num_layers(names: Iterable[str]) -> int:
 
 def other_draft(draft: str, where: str) -> UnsupportedHeadError:
     """Make the error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
-    found, advice = OTHER_DRAFTS[draft]
-    return UnsupportedHeadError.at(where, f"this is {found}; it is not slimmed{advice}.")
+    name, advice = OTHER_DRAFTS[draft]
+    return UnsupportedHeadError.at(where, f"this is {name}; it is not slimmed: serve it as it is, {advice}.")
 
 
 def _required(kind: HeadKind, stored: Collection[str]) -> list[str]:

@@ -316,21 +316,21 @@ def _describe_head(inputs: Inputs, options: ConvertOptions) -> dict[str, Any]:
     source, form = inputs.source, options.d2t_form
     name = source.repo_id or (EMBEDDED_HEAD_NAME if inputs.is_builtin else source.root.resolve().name)
     more = {"built_in": inputs.is_builtin, "subfolder": source.subfolder, "d2t_form": form != "auto" and form}
-    found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
-    return found | {key: value for key, value in more.items() if value}
+    account = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
+    return account | {key: value for key, value in more.items() if value}
 
 
 def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
     """Describe how a vocabulary was ranked; its warnings have a list of their own in the manifest."""
-    found = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
-    if "sources" in found:
+    account = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
+    if "sources" in account:
         # Counts from memory and from a file differ in the order of their keys alone.
         try:
-            found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True, allow_nan=False))
+            account["sources"] = json.loads(json.dumps(account["sources"], sort_keys=True, allow_nan=False))
         except ValueError as error:
             problem = "the counts' account of their sources holds NaN or Infinity, which are no JSON"
             raise MismatchError(f"{problem}.\nCount again with `eagle-vocab count`.") from error
-    return found
+    return account
 
 
 def _describe_target(inputs: Inputs) -> dict[str, Any]:

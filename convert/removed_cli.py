@@ -13,10 +13,8 @@ def push() -> NoReturn:
 
 def servers() -> NoReturn:
     """Refuse eagle-servers."""
-    _refuse(
-        "eagle-servers was removed: examples/same_text.py compares two servers' answers, and docs/serving.md names the "
-        "engines' own benchmarks."
-    )
+    ways = "examples/same_text.py compares two servers' answers, docs/serving.md names the engines' own benchmarks"
+    _refuse(f"eagle-servers was removed: {ways}.")
 
 
 def _refuse(message: str) -> NoReturn:

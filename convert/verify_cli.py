@@ -22,12 +22,7 @@ Examples:
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the recorded one, if cached.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option(
-    "--engine",
-    "--for",
-    "engines",
-    multiple=True,
-    metavar="E",
-    help="Engine to serve it, such as vllm, sglang or llama.cpp; repeatable.",
+    "--engine", "--for", "engines", multiple=True, metavar="E", help="Engine to serve it: vllm, sglang …; repeatable."
 )
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")

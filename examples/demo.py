@@ -2,7 +2,8 @@
 
     python examples/demo.py        (or: make demo)
 
-Writes into out/, replacing what an earlier demo left there.
+Ends with what the smaller head reads and what drafting with it gives on this machine. Writes into out/, replacing what
+an earlier demo left there.
 """
 
 import argparse
@@ -13,23 +14,52 @@ import sysconfig
 import time
 from pathlib import Path
 
+import torch
 from eagle_slim.convert import Artifact
+from eagle_slim.runtime import SpeculativeModel
 
-SIZE = 32000
+SIZE = 16384
 SLIM = f"smollm2-135m-instruct-eagle3-v{SIZE}"  # the name that eagle-convert gives it by default
 PROMPT = "What are three good habits for learning a new language?"
+RUNS = 2  # of drafting and of plain decoding, in turn
 
 
-def run(*command: str, folder: Path, last_line_only: bool = False) -> None:
-    """Run an installed command in a folder, showing the command and what it prints; end the demo if it fails."""
+def run(*command: str, folder: Path, shown: slice | None = None) -> list[str]:
+    """Run an installed command in a folder, showing the command and what it prints; end the demo if it fails.
+
+    Returns the lines that it prints to stdout, of which only those of ``shown`` are shown; None leaves them to it.
+    """
     print("\n$", " ".join(f'"{word}"' if " " in word else word for word in command), flush=True)
     program = Path(sysconfig.get_path("scripts")) / command[0]
-    output = subprocess.PIPE if last_line_only else None
+    output = None if shown is None else subprocess.PIPE
     done = subprocess.run([program, *command[1:]], cwd=folder, stdout=output, text=True, check=False)
-    if last_line_only:
-        print(done.stdout if done.returncode else done.stdout.splitlines()[-1], flush=True)
+    lines = (done.stdout or "").splitlines()
+    if shown is not None:
+        print("\n".join(lines if done.returncode else lines[shown]), flush=True)
     if done.returncode:
         sys.exit(done.returncode)
+    return lines
+
+
+def measure(head: Path, num_tokens: int) -> str:
+    """Answer with drafts and without, in turn; return accepted length and speeds as two lines."""
+    torch.set_num_threads(1)  # threads that wait for others would count as busy
+    model = SpeculativeModel.from_pretrained(head=head, dtype="float32").with_tree(None)
+    is_cpu = model.target.device.type == "cpu"
+    clock = time.process_time if is_cpu else time.perf_counter
+    prompt, seconds = model.encode_chat(PROMPT), {True: 0.0, False: 0.0}
+    for is_drafted in seconds:  # what is done once
+        model.generate(prompt, max_new_tokens=3, speculative=is_drafted)
+    for is_drafted in (True, False) * RUNS:
+        started = clock()
+        output = model.generate(prompt, max_new_tokens=num_tokens, speculative=is_drafted, ignore_eos=True)
+        seconds[is_drafted] += clock() - started
+        if is_drafted:
+            length = output.stats.mean_accepted_length
+    drafted, plain = (1e3 * seconds[each] / (RUNS * num_tokens) for each in (True, False))
+    unit = "ms of one processor" if is_cpu else "ms"
+    return f"""accepted length       {length:.2f} tokens per pass of the target
+a token               {drafted:.1f} {unit}, {plain:.1f} without drafts: {plain / drafted:.2f} times as fast with them"""
 
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -44,8 +74,8 @@ if slim.exists():
     shutil.rmtree(slim)
 started = time.monotonic()
 
-run("eagle-convert", "--draft-vocab", str(SIZE), folder=args.out)
-run("eagle-verify", SLIM, folder=args.out, last_line_only=True)
+converted = run("eagle-convert", "--draft-vocab", str(SIZE), folder=args.out, shown=slice(None))
+run("eagle-verify", SLIM, folder=args.out, shown=slice(-1, None))
 # float32, so that --check can prove every token equal to the target's own greedy decoding.
 run(
     *("eagle-generate", SLIM, "--prompt", PROMPT),
@@ -53,10 +83,16 @@ run(
     folder=args.out,
 )
 
-print(f"\nslim head      {slim}")
-print(f"all of it took {time.monotonic() - started:.0f} s")
+print("\nmeasuring", flush=True)
+measured = measure(slim, int(args.max_new_tokens) // 2)
 print(f"""
+slim head             {slim}
+all of it took        {time.monotonic() - started:.0f} s
+
 Try next, after `source .venv/bin/activate`:
   eagle-generate {slim}    # a chat
   eagle-compare {slim} --prompts examples/prompts.jsonl --limit 3 --max-new-tokens 30 --modes greedy
-  eagle-convert HEAD --target TARGET --draft-vocab 16000 --dry-run    # your own, Hub ids or folders: only reports""")
+  eagle-convert HEAD --target TARGET --draft-vocab 16000 --dry-run    # your own, Hub ids or folders: only reports
+""")
+print(*(line.strip() for line in converted if "bytes per draft step" in line))
+print(measured)

@@ -32,7 +32,7 @@ Examples:
 @model_options
 @click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
 @click.option("--draft-top-k", type=click.IntRange(1), default=10, show_default=True, help="Children per node.")
-@click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 16 on a CPU.")
+@click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 4 on a CPU.")
 @click.option(
     "--draft-vocab",
     metavar="N",
@@ -54,18 +54,7 @@ Examples:
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option
-def generate(
-    prompt: str | None,
-    system: str | None,
-    raw: bool,
-    check: bool,
-    as_json: bool,
-    depth: int,
-    draft_top_k: int,
-    total_tokens: int | None,
-    draft_vocab: int | None,
-    **options: Any,
-) -> None:
+def generate(prompt: str | None, system: str | None, raw: bool, check: bool, as_json: bool, **options: Any) -> None:
     """Generate with a draft head; the text is the target's own.
 
     HEAD is a converted or unconverted head, in a folder or a Hugging Face Hub repository; by default, the built-in
@@ -81,7 +70,9 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    (model,) = load_heads(options, tree=TreeConfig.of(depth, draft_top_k, total_tokens), draft_vocab=draft_vocab)
+    depth, top_k, total_tokens = (options.pop(name) for name in ("depth", "draft_top_k", "total_tokens"))
+    tree = TreeConfig.of(depth, top_k, total_tokens)
+    (model,) = load_heads(options, tree=tree, draft_vocab=options.pop("draft_vocab"))
     # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
     if total_tokens is None and not (check and model.target.device.type == "cuda"):
         model = model.with_tree(None)
@@ -109,8 +100,7 @@ class _Session:
         self.model, self.raw, self.check, self.options = model, raw, check, options
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
-        self._path = ""
-        """`GenerationStats.path` that was printed last."""
+        self._printed_path = ""
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
@@ -132,9 +122,9 @@ class _Session:
         else:
             if streamer is None:
                 click.echo(result.text)
-            if output.stats.path != self._path:
-                self._path = output.stats.path
-                note(self._path)
+            if output.stats.path != self._printed_path:
+                self._printed_path = output.stats.path
+                note(self._printed_path)
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
         if self.check:

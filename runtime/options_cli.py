@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from eagle_slim.vocab_tools.common_cli import note
+from eagle_slim.vocab_tools.common_cli import choice_option, note
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
@@ -15,32 +15,28 @@ if TYPE_CHECKING:
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
-def _choice(name: str, choices: Sequence[str], help_text: str) -> Callable[[_Decorated], _Decorated]:
-    return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
-
-
 # Parameters bear the names of the arguments of `SpeculativeModel.from_pretrained`.
 _OPTIONS = (
     click.argument("head", required=False, metavar="[HEAD]"),
     click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
-    _choice(
+    choice_option(
         "--dtype",
         ("auto", "float32", "bfloat16", "float16"),
         "Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
     ),
     click.option("--device", metavar="D", help="Device, such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
-    _choice(
+    choice_option(
         "--drafter",
         ("auto", "reference", "triton"),
         "The persistent kernel (triton) or plain PyTorch; auto uses the kernel if GPU and head allow it.",
     ),
-    _choice(
+    choice_option(
         "--draft-weights",
         ("auto", "bf16", "fp8"),
         "Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
-    _choice(
+    choice_option(
         "--target-weights",
         ("auto", "fp8"),
         "Weights of the target: as its files have them (auto), or quantised to FP8, on GPUs from sm_89 on.",
@@ -77,9 +73,7 @@ def model_options(function: _Decorated) -> _Decorated:
 
 def _refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     if value is not None:
-        raise click.UsageError(
-            f"{param.opts[0]} was removed. Draft over 16,000 rows instead, which gains as much.", ctx
-        )
+        raise click.UsageError(f"{param.opts[0]} was removed. Draft over 16,000 rows instead; it gains as much.", ctx)
 
 
 no_follow_option = click.option("--follow", hidden=True, expose_value=False, callback=_refuse, help="Removed.")

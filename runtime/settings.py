@@ -57,11 +57,9 @@ def explain_fields(cls: type[_R]) -> type[_R]:
 class TreeConfig:
     """Size of the draft tree, with the meaning the three numbers have in EAGLE-2 and EAGLE-3.
 
-    ``depth``: passes after the first one; a path holds up to ``depth + 1`` drafted tokens.
-    ``top_k``: children per expanded node, and nodes expanded per level; 1 drafts a chain.
-    ``total_tokens``: nodes sent to the target, the root included.
-
-    Raises `UsageError` when a number is out of range or ``total_tokens - 1`` exceeds the number of candidates.
+    ``depth``: passes after the first one; a path holds up to ``depth + 1`` drafted tokens. ``top_k``: children per
+    expanded node, and nodes expanded per level; 1 drafts a chain. ``total_tokens``: nodes sent to the target, the root
+    included. Raises `UsageError` for a number out of range, or more nodes than candidates and the root.
     """
 
     depth: int = 5

@@ -11,6 +11,7 @@ values. A head has one stored layout for all slots, trees and vocabularies: the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
 
+Variants = Mapping[str, LaunchParams]
 Measure = Callable[[DrafterConfig, LaunchParams, LaunchParams], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
 
@@ -60,7 +62,7 @@ class Trial:
         return 0.0 if self.fault else 1 - self.us / self.derived_us
 
 
-def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
+def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> Variants:
     """Return variants over the same layout, each with one change that fits, most promising first."""
 
     def fits(name: str, tile: Tile) -> bool:
@@ -87,18 +89,14 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 def trials_of(
     cfg: DrafterConfig, chip: Chip, layout: StoredLayout, num_variants: int | None = None
-) -> tuple[LaunchParams, dict[str, LaunchParams]]:
+) -> tuple[LaunchParams, Variants]:
     """Return the derived parameters over a layout, and the first ``num_variants`` variants by name."""
     derived = choose_launch(cfg, chip, layout)
     return derived, dict(islice(variants(derived, cfg, chip).items(), num_variants))
 
 
 def tune(
-    cfg: DrafterConfig,
-    derived: LaunchParams,
-    tried: Mapping[str, LaunchParams],
-    measure: Measure,
-    left: Callable[[], float],
+    cfg: DrafterConfig, derived: LaunchParams, tried: Variants, measure: Measure, left: Callable[[], float]
 ) -> tuple[LaunchParams, list[Trial]]:
     """Choose the derived parameters or one of the ``tried``; the best so far when no time (seconds) is ``left``."""
     trials: list[Trial] = []
@@ -131,7 +129,7 @@ class GraphTimer:
 
     def __init__(self, dims: Dims, device: torch.device, rounds: int) -> None:
         self.dims, self.device, self.rounds = dims, device, rounds
-        self._head: HeadWeights | None = None
+        self._head = functools.cache(functools.partial(random_head, dims, device))
         self._packed: tuple[object, HeadWeights, PackedHead] | None = None
         self._derived: tuple[DrafterConfig, LaunchParams, Callable[[], object]] | None = None
 
@@ -154,12 +152,10 @@ class GraphTimer:
 
     def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
         """Return the head in one layout, packed once for all parameters over it."""
-        if self._head is None:
-            self._head = random_head(self.dims, self.device, cfg.dtype)
         key, launches = (params.layout, cfg.draft_vocab, cfg.weight_dtype), always(params)
         if self._packed is None or self._packed[0] != key:
             self._packed = None  # before the next one, so that there is room
-            head = self._head.of_rows(slice(cfg.draft_vocab))
+            head = self._head(cfg.dtype).of_rows(slice(cfg.draft_vocab))
             self._packed = (key, head, pack_head(head, cfg, launches))
         _, head, packed = self._packed
         return Weights(head, replace(packed, launches=launches))
@@ -171,17 +167,15 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
     of_chip = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
     if not of_chip:
         raise UsageError(
-            f"{path} holds no shape recorded on {chip.name} ({len(recorded)} of other GPUs). Record with "
-            "EAGLE_SLIM_SHAPES on the GPU that is tuned."
+            f"{path} holds no shape of {chip.name} ({len(recorded)} of other GPUs). Use EAGLE_SLIM_SHAPES here."
         )
-    of_key, of_head = Counter[str](), Counter[str]()
+    counts = Counter[str]()
     for cfg, launches in of_chip:
-        of_key[cache_key(cfg, chip)] += launches
-        of_head[layout_key(cfg, chip)] += launches
+        counts.update({layout_key(cfg, chip): launches, cache_key(cfg, chip): launches})
 
     def order(item: tuple[DrafterConfig, int]) -> tuple[int, str, int, int]:
         (cfg, launches), head = item, layout_key(item[0], chip)
-        return -of_head[head], head, -of_key[cache_key(cfg, chip)], -launches
+        return -counts[head], head, -counts[cache_key(cfg, chip)], -launches
 
     wanted: dict[str, tuple[Dims, DrafterConfig]] = {}
     for cfg, _ in sorted(of_chip, key=order):

@@ -3,8 +3,6 @@
 A rule is a function of files, by their paths, that names what breaks it. Each is shown to find what does, too.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -167,10 +165,8 @@ def private_names(source: Source) -> list[str]:
             ours |= {getattr(node, "id", None) or getattr(node, "attr", "")} if is_own else set()
     others, found = names_of_others(), []
     for path, text in source.items():
-        named = [
-            (line, name) for line, parts, _ in imports(nodes(text)[0]) if parts[0] != "eagle_slim" for name in parts
-        ]
-        named = [(line, name) for line, name in named if is_private(name)]
+        of_others = [(line, parts) for line, parts, _ in imports(nodes(text)[0]) if parts[0] != "eagle_slim"]
+        named = [(line, name) for line, parts in of_others for name in parts if is_private(name)]
         for node in nodes(text):
             is_named = isinstance(node, (ast.Attribute, ast.keyword))
             name = getattr(node, "attr", getattr(node, "arg", None)) if is_named else None

@@ -6,8 +6,6 @@ that reaches outside the process is known in one place, so that the other module
 are imported by no module but another of their kind.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """What README.md prints, run as printed and in order; its length; of all pages links and names; help of all options."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect

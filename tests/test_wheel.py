@@ -1,7 +1,5 @@
 """What a built wheel holds, and that it runs where nothing of the checkout is in reach."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -29,7 +29,7 @@ from typing import Any
 
 from .compat import compile_chat_template
 from .errors import TokenizerError
-from .messages import ChatError, Message, call_texts, content_text, template_forms
+from .messages import TEMPLATE_REASONING, ChatError, Message, call_texts, content_text, template_forms
 from .tokenizer import LoadedTokenizer
 
 # A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
@@ -51,14 +51,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class ChatSpec:
-    """All it takes to render conversations in another process.
+    """All it takes to render conversations in another process: a template, its variables, and texts of added tokens.
 
-    Attributes:
-        variables: of the template, such as bos_token.
-        borders: texts of the added tokens. Tokenizers cut at them, so text on one side never changes the tokens on the
-            other side.
-        ends: those of them that may end a turn: the special ones.
-        eos: those of them that end a text, by the configuration.
+    Tokenizers cut at the `borders`, all of these texts, so text on one side never changes the tokens on the other.
+    `ends` are those that may end a turn, the special ones; `eos` those that end a text, by the configuration.
     """
 
     template: str
@@ -71,26 +67,21 @@ class ChatSpec:
 def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
     """Collect what rendering needs of a tokenizer; raises TokenizerError where there is no template."""
     if (template := tokenizer.chat_template) is None:
-        raise TokenizerError(
-            f"{tokenizer.source}: this tokenizer has no chat template, but the corpus holds chats. Name the tokenizer "
-            "of the chat model, or give a template with --chat-template."
-        )
+        problem = "this tokenizer has no chat template, but the corpus holds chats"
+        advice = "Name the tokenizer of the chat model, or give a template with --chat-template."
+        raise TokenizerError(f"{tokenizer.source}: {problem}. {advice}")
     added = tokenizer.backend.get_added_tokens_decoder()
     borders = {token.content for token in added.values() if token.content and not token.single_word}
     eos_ids = {token_id for token_id, role in tokenizer.configured_ids if role == "eos"}
-    ends, eos = (
-        tuple(token.content for token_id, token in added.items() if token_id in ids and token.content)
-        for ids in (tokenizer.special_ids | eos_ids, eos_ids)
-    )
+    texts = {token_id: token.content for token_id, token in added.items() if token.content}
+    ends = tuple(text for token_id, text in texts.items() if token_id in tokenizer.special_ids | eos_ids)
+    eos = tuple(text for token_id, text in texts.items() if token_id in eos_ids)
     variables = {**tokenizer.special_tokens, **tokenizer.chat_template_kwargs}
     return ChatSpec(template, variables, tuple(borders), ends, eos)
 
 
 class ChatTemplate:
-    """A compiled chat template and its syntax tree as Jinja parses it.
-
-    Raises TokenizerError for a template that does not parse.
-    """
+    """A compiled chat template and its syntax tree; raises TokenizerError for a template that does not parse."""
 
     def __init__(self, spec: ChatSpec) -> None:
         from jinja2 import TemplateError
@@ -116,10 +107,7 @@ class ChatTemplate:
         return False
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
-        """Render as `apply_chat_template(tokenize=False)` does; `variables` are further ones, such as `tools`.
-
-        Raises ChatError where the template refuses the conversation.
-        """
+        """Render as `apply_chat_template(tokenize=False)` does; ChatError where the template refuses the chat."""
         return self.render_marked(messages, add_generation_prompt, **variables)[0]
 
     def render_marked(
@@ -170,11 +158,9 @@ class Piece:
 class _Layout:
     """Surroundings of the words of an assistant's turn, learned from a chat of invented words.
 
-    Attributes:
-        closing: what stands behind the words of a user.
-        openings: what begins a turn, the generation prompt first; without one, the header that the history has.
-        only_last: what stands behind the end of the last turn alone.
-        late_end: an end of text that only the message of a user brings.
+    `closing` stands behind the words of a user, `only_last` behind the end of the last turn alone. `openings` begin a
+    turn: the generation prompt first, or without one the header that the history has. `late_end` is an end of text that
+    only the message of a user brings.
     """
 
     closing: str = ""
@@ -205,10 +191,7 @@ class ChatRenderer:
         self._longest = max(map(len, spec.borders), default=0)
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Render the conversation in the form that shows the most; ChatError where all forms are refused.
-
-        What no form shows follows, a piece each.
-        """
+        """Render a chat in the form that shows the most, then what no form shows; ChatError where all are refused."""
         best: tuple[str, list[str]] | None = None
         for form in template_forms(messages, self._takes_thoughts):
             with suppress(ChatError):
@@ -223,11 +206,8 @@ class ChatRenderer:
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return each turn of the assistant, with the text before it that its tokens depend on."""
-        turns = {
-            position: _Turn([], _texts(message))
-            for position, message in enumerate(messages)
-            if message["role"] == "assistant"
-        }
+        positions = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = {position: _Turn([], _texts(messages[position])) for position in positions}
         for form in template_forms(messages, self._takes_thoughts):
             for position, best in turns.items():
                 if best.missing or not best.pieces:
@@ -261,11 +241,11 @@ class ChatRenderer:
             if rest.strip() and self._end_of_others(messages, position, text) > start:
                 return None
             text, marked = whole, [(start, stop)]
-        return _Turn([self._piece(text, *span) for span in marked], missing)
-
-    def _piece(self, text: str, start: int, stop: int) -> Piece:
-        begin = self._last_border(text, start)
-        return Piece(text[begin:stop], start - begin)
+        pieces = []
+        for start, stop in marked:
+            begin = self._last_border(text, start)
+            pieces.append(Piece(text[begin:stop], start - begin))
+        return _Turn(pieces, missing)
 
     @cached_property
     def _layout(self) -> _Layout:
@@ -286,7 +266,7 @@ class ChatRenderer:
         prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
         header = text[len(asked) : text.index(_ANSWERED)] if text.startswith(asked) else ""
         with suppress(ChatError):
-            thought = {**chat[1], **dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _NEXT)}
+            thought = {**chat[1], **dict.fromkeys(TEMPLATE_REASONING, _NEXT)}
             header = header[: self._common(header, self._template.render([chat[0], thought])[len(asked) :])]
         # The last space of "Assistant: " is one token with the word behind it.
         openings = [prompt, prompt[: self._common(prompt, header)]] if prompt.strip() else [header.rstrip(" ")]
@@ -314,18 +294,14 @@ class ChatRenderer:
 
     def _start(self, messages: Sequence[Message], position: int, before: str, text: str) -> int | None:
         """Return where a turn begins in the rendering up to it; None where that is not certain."""
-        layout = self._layout
-        if text.startswith(before):
-            behind = len(before)
-            # A template may have no generation prompt, or none behind the result of a tool.
-            openings = () if before.endswith(layout.openings[:1]) else layout.openings
-        else:
-            behind, openings = self._end_of_others(messages, position, text), layout.openings
-        is_whole = text.startswith(before)
-        for opening in openings:
-            found = text.find(opening, behind)
-            if found >= 0 and not (is_whole and self._border.sub("", text[behind:found]).strip()):
-                return found + len(opening)
+        layout, is_whole = self._layout, text.startswith(before)
+        behind = len(before) if is_whole else self._end_of_others(messages, position, text)
+        # A template may have no generation prompt, or none behind the result of a tool.
+        has_prompt = is_whole and before.endswith(layout.openings[:1])
+        for opening in () if has_prompt else layout.openings:
+            start = text.find(opening, behind)
+            if start >= 0 and not (is_whole and self._border.sub("", text[behind:start]).strip()):
+                return start + len(opening)
         if is_whole:
             return behind
         if messages[position - 1]["role"] == "user" and text.startswith(layout.closing, behind):
@@ -361,7 +337,7 @@ class ChatRenderer:
     def _find_words(
         self, message: Message, text: str, low: int, others: Sequence[Message] | None = None
     ) -> tuple[list[Span], list[str]]:
-        """Find the words of a message behind a place; return where they stand, and the texts that do not.
+        """Find the words of a message from `low` on; return where they stand, and the texts that do not.
 
         Where `others`, the messages before it, are given, short words are found by changing them.
         """
@@ -370,47 +346,45 @@ class ChatRenderer:
         content = content_text(message)
         for key, words in (("content", content), ("reasoning_content", message.get("reasoning_content", ""))):
             rest = _without(text, found)
-            place, is_short = self._find(rest, words, low), 0 < len(words.strip()) < _LONG_WORDS
+            span, is_short = self._find(rest, words, low), 0 < len(words.strip()) < _LONG_WORDS
             if is_short and others is not None:
-                place = self._find_changed([*others, message], key, text, place)
-            if place is not None or is_short:
-                found += [place] if place and words.strip() else []
-                missing += [] if place else [words]
+                span = self._find_changed([*others, message], key, text, span)
+            if span is not None or is_short:
+                found += [span] if span and words.strip() else []
+                missing += [] if span else [words]
                 continue
             # A template may take thoughts out of a content, to show them elsewhere or not at all.
             *inner, behind = _TAG.split(words)
-            places = [self._find(rest, part, low) for part in (*inner, behind)]
-            found += [each for each in places if each is not None and each[0] < each[1]]
-            if None in places:
-                is_cut = inner and behind.strip() and places[-1] is not None
+            spans = [self._find(rest, part, low) for part in (*inner, behind)]
+            found += [each for each in spans if each is not None and each[0] < each[1]]
+            if None in spans:
+                is_cut = inner and behind.strip() and spans[-1] is not None
                 missing.append(words.removesuffix(behind) if is_cut else words)
         rest = self._border.sub(lambda token: "\0" * len(token.group()), _without(text, found))
         for call, call_words in call_texts(message):
-            places = [
-                max(filter(None, (self._find(rest, words, low) for words in spellings)), default=None)
-                for spellings in call_words
-            ]
-            if None in places:
+            shown = [[self._find(rest, words, low) for words in spellings] for spellings in call_words]
+            spans = [max(filter(None, spellings), default=None) for spellings in shown]
+            if None in spans:
                 missing.append(call)
             else:
-                found += filter(None, places)
+                found += filter(None, spans)
         return found, missing
 
-    def _find_changed(self, messages: Sequence[Message], key: str, text: str, place: Span | None) -> Span | None:
-        """Find where short words of the last message end, by adding to them; `place` where that cannot be told."""
+    def _find_changed(self, messages: Sequence[Message], key: str, text: str, span: Span | None) -> Span | None:
+        """Find where short words of the last message end, by adding to them; `span` where that cannot be told."""
         try:
             other = self._template.render([*messages[:-1], _changed(messages[-1], key)])
         except ChatError:
-            return place
+            return span
         if (stop := other.rfind(_PROBE)) < 0:
             return None
         words = content_text(messages[-1]) if key == "content" else messages[-1][key]
         start = other.rfind(words.strip(), 0, stop)
         stop = start + len(words.strip())
-        return (start, stop) if start >= 0 and text[:stop] == other[:stop] else place
+        return (start, stop) if start >= 0 and text[:stop] == other[:stop] else span
 
     def _find(self, text: str, words: str, low: int) -> Span | None:
-        """Return the last place from `low` on that has the words, white space aside, or None."""
+        """Return the last span from `low` on that has the words, white space aside, or None."""
         wanted = words.strip()
         if not wanted:
             return low, low
@@ -422,7 +396,7 @@ class ChatRenderer:
         return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
 
     def _last_border(self, text: str, stop: int) -> int:
-        """Return the start of the last added token before a place; 0 without one."""
+        """Return the start of the last added token before `stop`; 0 without one."""
         for low in (max(stop - 256, 0), 0):
             starts = [token.start() for token in self._border.finditer(text, low, stop)]
             # A token found where the search begins may be the end of a longer one.
@@ -432,20 +406,20 @@ class ChatRenderer:
 
     def _common(self, one: str, other: str) -> int:
         """Return how many characters two texts begin with in common, without a part of an added token."""
-        place = _common_length(one, other)
+        length = _common_length(one, other)
         # <think> and <tool_call> share a letter.
-        cut = [token.start() for text in (one, other) if (token := self._token_around(text, place)) is not None]
-        return min([place, *cut])
+        tokens = (self._token_around(text, length) for text in (one, other))
+        return min([length, *(token.start() for token in tokens if token is not None)])
 
-    def _token_around(self, text: str, place: int) -> re.Match[str] | None:
-        """Return the added token that has a place inside it, not at its ends, or None."""
-        nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
-        return next((token for token in nearby if token.start() < place < token.end()), None)
+    def _token_around(self, text: str, index: int) -> re.Match[str] | None:
+        """Return the added token that has an index inside it, not at its ends, or None."""
+        nearby = self._border.finditer(text, max(index - self._longest, 0), index + self._longest)
+        return next((token for token in nearby if token.start() < index < token.end()), None)
 
 
 def _common_length(one: str, other: str) -> int:
     pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return next((length for length, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -468,14 +442,14 @@ def _changed(message: Message, key: str) -> Message:
     content = message["content"]
     if key == "content":
         if isinstance(content, list):
-            last = max(place for place, part in enumerate(content) if part.get("type") == "text")
+            last = max(index for index, part in enumerate(content) if part.get("type") == "text")
             part = {**content[last], "text": content[last]["text"] + _PROBE}
             return {**message, "content": [*content[:last], part, *content[last + 1 :]]}
         return {**message, "content": f"{content}{_PROBE}"}
     thought = message[key] + _PROBE
     if isinstance(content, list):
         content = [{**part, "thinking": thought} if part.get("type") == "thinking" else part for part in content]
-    return {**message, "content": content, **dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)}
+    return {**message, "content": content, **dict.fromkeys(TEMPLATE_REASONING, thought)}
 
 
 def _without(text: str, spans: Sequence[Span]) -> str:
@@ -487,5 +461,5 @@ def _without(text: str, spans: Sequence[Span]) -> str:
 
 def _only(text: str, spans: Sequence[Span]) -> str:
     """Blank all but parts of a text."""
-    borders = [0, *(place for span in spans for place in span), len(text)]
+    borders = [0, *(border for span in spans for border in span), len(text)]
     return _without(text, list(zip(borders[::2], borders[1::2], strict=True)))

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .common_cli import (
-    EagleGroup,
-    emit_json,
-    example,
-    force_option,
-    json_option,
-    note,
-    parse_shares,
-    run_cli,
-    version_option,
-    warn,
-    whole_numbers,
-)
+from . import common_cli as common
 from .count_cli import count, named_tokenizer, tokenizer_options
 from .errors import printable
 from .files import refuse_existing
@@ -35,36 +23,22 @@ _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="CO
 _vocabulary_argument = click.argument("vocabulary", metavar="VOCAB")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
 _weight_option = click.option(
-    "--weights",
-    "-w",
-    multiple=True,
-    metavar="NAME=SHARE",
-    help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
-)
-_floor_option = click.option(
-    "--floor",
-    "floors",
-    multiple=True,
-    metavar="NAME=SHARE",
-    help="Share of a source's held-out tokens to cover, as in `--floor zh=0.97`; repeatable.",
+    "--weights", "-w", multiple=True, metavar="NAME=SHARE", help="Shares of sources: `chat=3,code=2`; repeatable."
 )
 _target_vocab_option = click.option(
-    "--target-vocab",
-    type=click.IntRange(1, MAX_ROWS),
-    metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
+    "--target-vocab", type=click.IntRange(1, MAX_ROWS), metavar="V", help="Rows of the target's LM head (vocab_size)."
 )
 
 
 @click.group(
-    cls=EagleGroup,
-    epilog=example(
+    cls=common.EagleGroup,
+    epilog=common.example(
         "eagle-vocab count chats.jsonl.gz --tokenizer Qwen/Qwen3-8B --out chat.counts.safetensors",
         "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --size 32000 --out vocab.json",
         "eagle-vocab export vocab.json freq_32000.pt --for sglang",
     ),
 )
-@version_option
+@common.version_option
 def vocab() -> None:
     """Count tokens on real text, rank the vocabulary, measure what a smaller one covers."""
 
@@ -73,22 +47,22 @@ vocab.add_command(count)
 
 
 @vocab.command(
-    epilog=example(
+    epilog=common.example(
         "eagle-vocab merge chat.counts.safetensors code.counts.safetensors -w chat=3 --out mix.counts.safetensors"
     )
 )
 @_counts_argument
 @_weight_option
 @_out_option
-@force_option
-@json_option
+@common.force_option
+@common.json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
     """Merge counts files; parts of one source are added, and weights are recorded."""
-    merged = _load_counts(counts, parse_shares("--weights", weights))
+    merged = _load_counts(counts, common.parse_shares("--weights", weights))
     path = refuse_existing(out, force)
     merged.save(path)
     if as_json:
-        emit_json({"out": str(path), "tokens": merged.num_tokens, "sources": merged.account()})
+        common.emit_json({"out": str(path), "tokens": merged.num_tokens, "sources": merged.account()})
         return
     for source in merged.sources:
         click.echo(f"{printable(source.name)}: {source.num_tokens:,} tokens, weight {source.weight:g}")
@@ -96,7 +70,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 
 
 @vocab.command(
-    epilog=example(
+    epilog=common.example(
         "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"
     )
 )
@@ -104,21 +78,15 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 @tokenizer_options
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids; default: all ranked ids.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
-@click.option(
-    "--force-added",
-    type=click.Choice(["chat", "all"]),
-    default="chat",
-    show_default=True,
-    help="Added tokens to include: those of the chat template, or all, with reserved ones.",
-)
+@common.force_added_option
 @click.option("--force-id", type=click.IntRange(0), multiple=True, metavar="ID", help="Another id to include.")
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
-@_floor_option
+@common.floor_option
 @_out_option
-@force_option
-@json_option
+@common.force_option
+@common.json_option
 def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .forced import forced_ids
@@ -130,34 +98,33 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     loaded, size, coverage = _load_counts(counts), options["size"], options["coverage"]
     forced = forced_ids(tokenizer, options["force_added"], options["force_id"])
     trained = None if candidates is None else _import(candidates, target_vocab)
-    weights, floors = parse_shares("--weights", options["weights"]), parse_shares("--floor", options["floors"])
+    weights = common.parse_shares("--weights", options["weights"])
+    floors = common.parse_shares("--floor", options["floors"])
     ranked = rank_vocabulary(loaded, size, coverage, tokenizer, forced, target_vocab, trained, weights, floors)
     ranked.save(path)
-    warn(ranked.warnings)
-    found, held = ranked.provenance.get("size_from_coverage"), ranked.provenance.get("floors")
+    common.warn(ranked.warnings)
+    provenance = dict[str, Any](ranked.provenance)
+    account = {key: provenance[key] for key in ("size_from_coverage", "floors") if key in provenance}
     if as_json:
-        account = {key: value for key, value in (("size_from_coverage", found), ("floors", held)) if value}
-        emit_json({"out": str(path), **_summary(ranked), "warnings": list(ranked.warnings), **account})
+        common.emit_json({"out": str(path), **_summary(ranked), "warnings": list(ranked.warnings), **account})
         return
-    if found is not None:
-        smallest = f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens"
-        click.echo(f"{smallest}; {ranked.size} cover {found['reached']:.6f}")
-    for floor in held["held"] if held else ():
+    if (sized := account.get("size_from_coverage")) is not None:
+        smallest = f"{sized['smallest']} ids cover {sized['asked']:g} of the {sized['measured_on']} tokens"
+        click.echo(f"{smallest}; {ranked.size} cover {sized['reached']:.6f}")
+    for floor in account["floors"]["held"] if "floors" in account else ():
         covered = f"{floor['reached']:.2%} of the {floor['measured_on']} tokens covered"
         click.echo(f"{printable(floor['source'])}: {covered}, floor {floor['asked']:.2%}")
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
     click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
 
-@vocab.command(
-    epilog=example("eagle-vocab coverage vocab.json chat.counts.safetensors code.counts.safetensors --sizes 8192,16384")
-)
+@vocab.command(epilog=common.example("eagle-vocab coverage vocab.json chat.counts.safetensors --sizes 8192,16384"))
 @_vocabulary_argument
 @_counts_argument
-@click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
+@click.option("--sizes", callback=common.whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
 @_weight_option
-@_floor_option
-@json_option
+@common.floor_option
+@common.json_option
 def coverage(
     vocabulary: str,
     counts: tuple[str, ...],
@@ -174,60 +141,54 @@ def coverage(
     from .coverage import measure_coverage
     from .ranking import rank_vocabulary
 
-    held, loaded, shares = _import(vocabulary, None), _load_counts(counts), parse_shares("--weights", weights)
+    read, loaded, weight_of = _import(vocabulary, None), _load_counts(counts), common.parse_shares("--weights", weights)
     # As a list would be ranked here: with the forced ids of the list, over the same rows.
-    target_vocab = max(held.target_vocab, loaded.vocab_size)
-    forced = held.target_ids[: held.num_forced if held.ranked else 0].tolist()
-    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=shares)
-    asked = parse_shares("--floor", floors)
-    report = measure_coverage(held, loaded, sizes, shares, beside=beside, floors=asked)
-    warn(report.warnings)
+    target_vocab = max(read.target_vocab, loaded.vocab_size)
+    forced = read.target_ids[: read.num_forced if read.ranked else 0].tolist()
+    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=weight_of)
+    floor_of = common.parse_shares("--floor", floors)
+    report = measure_coverage(read, loaded, sizes, weight_of, beside=beside, floors=floor_of)
+    common.warn(report.warnings)
     if as_json:
-        emit_json(report.to_json())
+        common.emit_json(report.to_json())
         return
     uncounted = f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside"
     click.echo(f"{report.table()}\n{uncounted}, never occur in the counted text")
 
 
 @vocab.command(
-    epilog=example("eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors --limit 40")
+    epilog=common.example("eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors")
 )
 @_vocabulary_argument
 @tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to sort the left-out ids by.")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
-@json_option
+@common.json_option
 def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .show import show_vocabulary
 
     loaded = named_tokenizer(**options)
-    held = _import(vocabulary, None)
-    listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
+    counted = _load_counts(counts) if counts else None
+    listing = show_vocabulary(_import(vocabulary, None), loaded, counted, limit)
     if as_json:
-        emit_json(vars(listing))
+        common.emit_json(vars(listing))
     else:
         click.echo(listing.text())
 
 
 @vocab.command(
-    name="import", epilog=example("eagle-vocab import freq_32768.pt --tokenizer Qwen/Qwen3-8B --out vocab.json")
+    name="import", epilog=common.example("eagle-vocab import freq_32768.pt --tokenizer Qwen/Qwen3-8B --out vocab.json")
 )
-@click.argument("token_map", metavar="MAP")
+@click.argument("file", metavar="MAP")
 @partial(tokenizer_options, required=False)
 @_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="Form of a d2t, if it is ambiguous.")
 @_out_option
-@force_option
-@json_option
+@common.force_option
+@common.json_option
 def import_command(
-    token_map: str,
-    target_vocab: int | None,
-    d2t_form: D2TForm | None,
-    out: str,
-    force: bool,
-    as_json: bool,
-    **options: Any,
+    file: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Import a list of ids or a token map from another tool, and tell what is missing or odd about it.
 
@@ -237,20 +198,20 @@ def import_command(
 
     path = refuse_existing(out, force)
     tokenizer = None if options["tokenizer"] is None else named_tokenizer(**options)
-    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer)
+    read = import_token_map(file, target_vocab, d2t_form, tokenizer)
     read.save(path)
-    warn(read.warnings)
+    common.warn(read.warnings)
     if target_vocab is None and read.is_size_inferred:
-        warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
+        common.warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
         account = {"form": read.provenance.get("form"), "warnings": list(read.warnings)}
-        emit_json({"out": str(path), **_summary(read), **account})
+        common.emit_json({"out": str(path), **_summary(read), **account})
     else:
         click.echo(f"{read.size} of {read.target_vocab} ids ({read.provenance.get('form', 'own form')}); wrote {path}")
 
 
 @vocab.command(
-    epilog=example("eagle-vocab export vocab.json qwen.pt --for sglang --size 32768 --target Qwen/Qwen3.5-27B")
+    epilog=common.example("eagle-vocab export vocab.json qwen.pt --for sglang --size 32768 --target Qwen/Qwen3.5-27B")
 )
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
@@ -265,8 +226,8 @@ def import_command(
 @click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
 @click.option("--offline", is_flag=True, help="Read the target from the local Hub cache only.")
 @_target_vocab_option
-@force_option
-@json_option
+@common.force_option
+@common.json_option
 def export(
     vocabulary: str,
     out: str,
@@ -285,28 +246,28 @@ def export(
 
     path = refuse_existing(out, force)
     facts = None if target is None else read_target(target, offline)
-    held = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
+    exported = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
     if size is not None:
-        if held.is_token_map:
-            warn(doubts_of_rank(held.target_ids, size))
-        warn(lost_floors(held, size))
-        held = held.prefix(size)
-        warn(uncounted_warning(held))
-    told = export_token_map(held, path, loader, facts)
-    if held.is_size_inferred and loader == "head":
+        if exported.is_token_map:
+            common.warn(doubts_of_rank(exported.target_ids, size))
+        common.warn(lost_floors(exported, size))
+        exported = exported.prefix(size)
+        common.warn(uncounted_warning(exported))
+    limits = export_token_map(exported, path, loader, facts)
+    if exported.is_size_inferred and loader == "head":
         doubt = "but the target's LM head may have more (padding rows); give its vocab_size with --target-vocab"
-        told.append(f"t2d has {held.target_vocab} entries, {doubt}")
-    for line in told:
-        note(f"{loader}: {line}")
+        limits.append(f"t2d has {exported.target_vocab} entries, {doubt}")
+    for line in limits:
+        common.note(f"{loader}: {line}")
     if as_json:
-        emit_json({"out": str(path), "for": loader, "told": told, **_summary(held)})
+        common.emit_json({"out": str(path), "for": loader, "told": limits, **_summary(exported)})
     else:
-        click.echo(f"{held.size} ids for {loader}; wrote {path}")
+        click.echo(f"{exported.size} ids for {loader}; wrote {path}")
 
 
 def main() -> NoReturn:
     """Run `eagle-vocab` and leave the process."""
-    run_cli(vocab, prog_name="eagle-vocab")
+    common.run_cli(vocab, prog_name="eagle-vocab")
 
 
 def _load_counts(files: tuple[str, ...], weights: dict[str, float] | None = None) -> TokenCounts:
@@ -320,13 +281,13 @@ def _import(path: str, target_vocab: int | None) -> DraftVocab:
 
     read = import_token_map(path, target_vocab)
     if read.is_token_map:
-        warn(read.warnings)
+        common.warn(read.warnings)
     return read
 
 
-def _summary(held: DraftVocab) -> dict[str, Any]:
+def _summary(vocabulary: DraftVocab) -> dict[str, Any]:
     facts = ("num_forced", "num_uncounted", "target_vocab", "ranked")
-    return {"draft_vocab": held.size, **{name: getattr(held, name) for name in facts}}
+    return {"draft_vocab": vocabulary.size, **{name: getattr(vocabulary, name) for name in facts}}
 
 
 if __name__ == "__main__":

@@ -13,14 +13,16 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 from .errors import INTERRUPTED, EagleSlimError, UsageError, printable
 from .hub import limit_silence
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 class _Debuggable:
@@ -52,9 +54,20 @@ def example(*lines: str) -> str:
     return "\n  ".join(["\b\nExample:", *lines])
 
 
+def choice_option(name: str, choices: Sequence[str], help_text: str) -> Callable[[_Decorated], _Decorated]:
+    """Make an option that takes one of some words, by default the first."""
+    return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 version_option = click.version_option(version("eagle-slim"), prog_name="eagle-slim")
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
+floor_option = click.option(
+    "--floor", "floors", multiple=True, metavar="NAME=SHARE", help="Share of held-out tokens to cover: `zh=0.97`."
+)
+force_added_option = choice_option(
+    "--force-added", ["chat", "all"], "Added tokens to keep: those of the chat template, or all, with reserved ones."
+)
 
 
 def parse_shares(option: str, values: Iterable[str]) -> dict[str, float]:

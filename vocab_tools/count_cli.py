@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .common_cli import EagleCommand, emit_json, force_option, json_option, note
+from .common_cli import EagleCommand, choice_option, emit_json, force_option, json_option, note
 from .errors import UsageError, printable
 from .messages import json_value
 
@@ -75,27 +75,15 @@ Example:
     metavar="F",
     help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
 )
-@click.option(
-    "--on-error",
-    type=click.Choice(["stop", "skip"]),
-    default="stop",
-    show_default=True,
-    help="On an unreadable record: stop, or skip it and count it as skipped.",
-)
-@click.option(
+@choice_option("--on-error", ["stop", "skip"], "On an unreadable record: stop, or skip it and count it as skipped.")
+@choice_option(
     "--tokenizer-library",
-    type=click.Choice(["auto", "tokenizers", "fastokens"]),
-    default="auto",
-    show_default=True,
-    help="Tokenizer library; auto uses fastokens if it is installed and correct on a probe of the corpus.",
+    ["auto", "tokenizers", "fastokens"],
+    "Tokenizer library; auto uses fastokens if it is installed and correct on a probe of the corpus.",
 )
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Further processes; default: one per core.")
-@click.option(
-    "--run-on",
-    type=click.Choice(["local", "ray"]),
-    default="local",
-    show_default=True,
-    help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (needs `ray`).",
+@choice_option(
+    "--run-on", ["local", "ray"], "Count on this machine, or on the Ray cluster of RAY_ADDRESS (needs `ray`)."
 )
 @click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
@@ -129,11 +117,11 @@ def count(
         emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
         return
     for source in counts.sources:
-        told, held_out = source.provenance, source.provenance["held_out"]
-        counted = f"{source.num_tokens:,} tokens of {told['documents']:,} documents"
+        account, held_out = source.provenance, source.provenance["held_out"]
+        counted = f"{source.num_tokens:,} tokens of {account['documents']:,} documents"
         kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
-        apart = {"documents without a token": told["empty_documents"], "records skipped": told["skipped_records"]}
-        others = "".join(f"; {what}: {number:,}" for what, number in apart.items() if number)
+        left = {"documents without a token": account["empty_documents"], "records skipped": account["skipped_records"]}
+        others = "".join(f"; {what}: {number:,}" for what, number in left.items() if number)
         click.echo(f"{printable(source.name)}: {counted}; {kept}{others}")
     click.echo(f"wrote {path}")
 

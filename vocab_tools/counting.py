@@ -30,6 +30,7 @@ _SMALL_BYTES = 4 << 20
 _PROBE_BLOCKS = 4
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 4000
+_Say = Callable[[str], None]
 
 
 def count_tokens(
@@ -43,7 +44,7 @@ def count_tokens(
     held_out: float = 0.01,
     on_error: Literal["stop", "skip"] = "stop",
     progress: bool | Callable[[int], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    notify: _Say | None = None,
 ) -> TokenCounts:
     """Count the tokens of a corpus.
 
@@ -57,10 +58,8 @@ def count_tokens(
         progress: whether to show a bar on stderr; None: on a terminal; a function gets the tokens of each block.
         notify: called with messages for the user, such as skipped records.
 
-    Raises:
-        UsageError: no sources, a name twice, or a setting that fits no source.
-        CorpusError: a source or record cannot be read.
-        TokenizerError: the tokenizer or its chat template cannot be used.
+    Raises UsageError for no sources, a name twice, or a setting that fits no source; CorpusError for a source or record
+    that cannot be read; TokenizerError for a tokenizer or chat template that cannot be used.
     """
     from tqdm import tqdm
 
@@ -71,8 +70,8 @@ def count_tokens(
         raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
     names = [source.name for source in sources]
     if len({*names}) < len(names):
-        found = f"found {', '.join(names)}. Give each a name of its own, as in chat=..."
-        raise UsageError(f"Source names must be unique; {found}")
+        advice = "Give each a name of its own, as in chat=..."
+        raise UsageError(f"Source names must be unique; found {', '.join(names)}. {advice}")
     opened = [open_source(source) for source in sources]
     has_chat = any(source.kind == "chat" for source in opened)
     if tokenizer.is_template_given and not has_chat:
@@ -88,7 +87,7 @@ def count_tokens(
     counted: list[SourceCounts] = []
     apart = 0
     sizes = [source.size for source in opened]
-    size = None if None in sizes else sum(size or 0 for size in sizes)
+    size = None if None in sizes else sum(each or 0 for each in sizes)
     is_hidden = None if progress is None else callable(progress) or not progress
     bar = tqdm(desc="counting", total=size, unit="B", unit_scale=True, disable=is_hidden, delay=0 if progress else 1)
 
@@ -98,12 +97,12 @@ def count_tokens(
             progress(tokens)
 
     if run_on == "ray":
-        place = ray_tasks(plan, workers)
+        counter = ray_tasks(plan, workers)
     else:
         if workers is None:
             workers = 0 if size is not None and size < _SMALL_BYTES else len(os.sched_getaffinity(0))
-        place = processes(plan, workers) if workers else this_process(plan)
-    with bar, place as count:
+        counter = processes(plan, workers) if workers else this_process(plan)
+    with bar, counter as count:
         for at, source in enumerate(opened):
             total, last = _count_source(at, source, plan, count, moved, say)
             counted.append(_source_counts(source, total, last, plan, tokenizer))
@@ -125,19 +124,14 @@ def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tupl
         places = range(1 if source.is_remote else _PROBE_BLOCKS)
         for shard in sorted({source.num_shards * place // _PROBE_BLOCKS for place in places}):
             for block in islice(source.shard_blocks(shard), 1):
-                found = (document for _, document, _ in counter.documents(at, block))
-                documents = (document for document in found if not isinstance(document, BadRecord))
+                records = (document for _, document, _ in counter.documents(at, block))
+                documents = (document for document in records if not isinstance(document, BadRecord))
                 for piece in islice(chain.from_iterable(documents), _PROBE_TEXTS):
                     yield f"a text of source {source.source.name}", piece.text[:_PROBE_CHARS]
 
 
 def _count_source(
-    at: int,
-    source: OpenSource,
-    plan: CountPlan,
-    count: Count,
-    moved: Callable[[int, int], None],
-    say: Callable[[str], None],
+    at: int, source: OpenSource, plan: CountPlan, count: Count, moved: Callable[[int, int], None], say: _Say
 ) -> tuple[Tally, int | None]:
     """Count a source to its end or its limit; return the counts, and the shard in which the limit fell or None."""
     asked, limited_in, num_reported = source.source, None, 0

@@ -70,12 +70,9 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class SourceCounts:
-    """Counts of one source.
+    """Counts of one source by target id, int64 [vocab], without the documents that are held out.
 
-    Attributes:
-        name: unique within a TokenCounts.
-        weight: share of the source in `TokenCounts.weighted`, relative to the other sources; above 0.
-        counts: int64 [vocab] by target id, without the documents that are held out.
+    The weight, above 0, is relative to those of the other sources of a `TokenCounts`.
     """
 
     name: str
@@ -167,15 +164,15 @@ class TokenCounts:
     def add(self, ids: Iterable[int], source: str = "generated") -> TokenCounts:
         """Return these counts with more tokens, such as those of a model's answers, added to a source of this name.
 
-        Raises `VocabularyError` for an id outside the vocabulary, and for the very same tokens a second time.
+        Raises VocabularyError for an id outside the vocabulary, and for the very same tokens a second time.
         """
-        found = np.fromiter(map(index, ids), np.int64)
-        if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
-            outside = f"found {found.min()} to {found.max()}"
+        token_ids = np.fromiter(map(index, ids), np.int64)
+        if len(token_ids) and not (token_ids.min() >= 0 and token_ids.max() < self.vocab_size):
+            outside = f"found {token_ids.min()} to {token_ids.max()}"
             raise VocabularyError(f"Ids to add: expected 0 to {self.vocab_size - 1}, {outside}.")
-        counts = np.bincount(found, minlength=self.vocab_size)
+        counts = np.bincount(token_ids, minlength=self.vocab_size)
         weight = next((each.weight for each in self.sources if each.name == source), 1.0)
-        provenance = {"method": "generated", "sha256": hashlib.sha256(found.tobytes()).hexdigest()}
+        provenance = {"method": "generated", "sha256": hashlib.sha256(token_ids.tobytes()).hexdigest()}
         more = SourceCounts(source, weight, counts.astype(np.int64), None, provenance)
         return merge_counts([self, TokenCounts((more,), self.tokenizer_hash)])
 
@@ -200,11 +197,7 @@ class TokenCounts:
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
-        """Read and check a file written by `save`.
-
-        Raises UsageError for an empty name; VocabularyError for a file that is missing, no counts file, of a newer
-        version, or damaged.
-        """
+        """Read and check what `save` wrote; UsageError for an empty name, VocabularyError for another file."""
         from safetensors import SafetensorError, safe_open
 
         check_named(path)
@@ -257,10 +250,8 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     were counted with the same settings give what one count of the whole gives, byte for byte; others are listed in the
     provenance under "parts". `weights`, by source name, replace the stored ones, and 0 leaves a source out.
 
-    Raises:
-        TokenizerError: the tokenizers differ.
-        VocabularyError: the vocabulary sizes differ, or the very same part is given twice.
-        UsageError: nothing to merge, weights that `mixed_weights` refuses, or parts of one name with different weights.
+    Raises TokenizerError where the tokenizers differ; VocabularyError where the vocabulary sizes do, or the very same
+    part is given twice; UsageError for nothing to merge, and for weights that are refused, or differ under one name.
     """
     if not items:
         raise UsageError("Nothing to merge: name at least one counts file.")
@@ -269,13 +260,13 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
         raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {', '.join(hashes)}.")
     if len(sizes) > 1:
         raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.")
-    parts: dict[str, list[SourceCounts]] = {}
+    by_name: dict[str, list[SourceCounts]] = {}
     for item in items:
         for source in item.sources:
-            parts.setdefault(source.name, []).append(source)
-    mixed_weights({name: same_name[0].weight for name, same_name in parts.items()}, weights)
+            by_name.setdefault(source.name, []).append(source)
+    mixed_weights({name: same_name[0].weight for name, same_name in by_name.items()}, weights)
     sources = []
-    for name, same_name in parts.items():
+    for name, same_name in by_name.items():
         given = (weights or {}).get(name)
         if given == 0:
             continue
@@ -294,11 +285,11 @@ _OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
 def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if len(parts) == 1:
         return parts[0]
-    found = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
-    texts = [part.get("digest", part) for part in found]
+    accounts = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
+    texts = [part.get("digest", part) for part in accounts]
     is_twice = any(text in texts[:at] for at, text in enumerate(texts))
     added: list[JSON] = []
-    for part in found:
+    for part in accounts:
         settings = _settings(part)
         twin = next((at for at, other in enumerate(added) if settings and _settings(other) == settings), None)
         if twin is None:
@@ -309,14 +300,11 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if is_twice:
         advice = "Merge each counts file once; give the sources different names if they really differ."
         raise VocabularyError(f"source {name!r}: the same text would be counted twice. {advice}")
-    held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
-    return SourceCounts(
-        name=name,
-        weight=parts[0].weight,
-        counts=np.sum([source.counts for source in parts], axis=0, dtype=np.int64),
-        held_out=HeldOut.of_documents(held_out) if held_out else None,
-        provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=json.dumps)},
-    )
+    counts = np.stack([source.counts for source in parts]).sum(axis=0)
+    documents = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
+    held_out = HeldOut.of_documents(documents) if documents else None
+    provenance = added[0] if len(added) == 1 else {"parts": sorted(added, key=json.dumps)}
+    return SourceCounts(name, parts[0].weight, counts, held_out, provenance)
 
 
 def _settings(part: JSON) -> JSON:

@@ -33,10 +33,9 @@ class SourceCoverage:
         weight: share of the source in the mean, 1 in sum.
         part: "counted" where nothing was held out (optimistic: the same text made the ranking).
         documents: number measured; 0 for counted text, where documents are not known.
-        coverage: share of the tokens covered, float64 [sizes].
+        coverage, baseline, beside: share of the tokens that the vocabulary, the first ids, and the vocabulary that it
+            is compared with cover, float64 [sizes].
         error: standard error of the coverage over documents, float64 [sizes]; None with fewer than two documents.
-        baseline: coverage of the first ids, float64 [sizes].
-        beside: coverage of the vocabulary that it is compared with, float64 [sizes].
     """
 
     name: str
@@ -159,48 +158,44 @@ def measure_coverage(
         beside: another vocabulary, of at least the same sizes, to measure on the same text.
         floors: share of a source's tokens that must be covered, by name.
 
-    Raises:
-        TokenizerError: vocabulary and counts belong to different tokenizers.
-        UsageError: a size outside what the vocabulary ranks, or a floor of an unknown source.
-        VocabularyError: a source without tokens.
+    Raises TokenizerError where vocabulary and counts are of different tokenizers; UsageError for a size outside what
+    the vocabulary ranks, or a floor of an unknown source; VocabularyError for a source without tokens.
     """
     known = vocab.provenance.get("tokenizer_hash")
     if known is not None and counts.tokenizer_hash is not None and known != counts.tokenizer_hash:
-        raise TokenizerError(
-            f"The vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
-            "Count with the vocabulary's tokenizer."
-        )
+        problem = f"The vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}"
+        raise TokenizerError(f"{problem}. Count with the vocabulary's tokenizer.")
     grid = _sizes(vocab, sizes)
     first_ids = np.arange(vocab.target_vocab) if candidates is None else np.sort(candidates)
     forced = vocab.target_ids[: vocab.num_forced if vocab.ranked else 0]
     first_ids = np.concatenate([forced, first_ids[~np.isin(first_ids, forced)]])
     orders = [vocab.target_ids, first_ids, *([] if beside is None else [beside.target_ids])]
-    # Of every order and id, the place of the first size that covers it; len(grid) for none.
+    # Of every order and id, the index of the first size that covers it; len(grid) for none.
     buckets = np.full((len(orders), max(vocab.target_vocab, counts.vocab_size)), len(grid))
-    for places, order in zip(buckets, orders, strict=True):
-        places[order] = np.searchsorted(np.asarray(grid), np.arange(len(order)), side="right")
+    for indices, order in zip(buckets, orders, strict=True):
+        indices[order] = np.searchsorted(np.asarray(grid), np.arange(len(order)), side="right")
     draft_vocab = grid[-1] if draft_vocab is None else draft_vocab
-    given = counts.source_weights(weights)
+    chosen_weights = counts.source_weights(weights)
     check_floors(floors or {}, [source.name for source in counts.sources])
-    shares = {name: weight / sum(given.values()) for name, weight in given.items()}
-    measured = [_measure_source(source, shares[source.name], buckets, len(grid)) for source in counts.sources]
+    measured = []
+    for source in counts.sources:
+        weight = chosen_weights[source.name] / sum(chosen_weights.values())
+        entry = _measure_source(source, weight, buckets, len(grid))
+        measured.append(replace(entry, floor=(floors or {}).get(source.name)))
     at = grid.index(draft_vocab)
-    measured = [replace(entry, floor=(floors or {}).get(entry.name)) for entry in measured]
     measured.sort(key=lambda entry: float(entry.coverage[at]))
     if len(measured) > 1:
         measured.append(_weighted_mean(measured))
     chosen = vocab.target_ids[vocab.num_forced : draft_vocab]
     counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
+    sorted_list = doubts_of_rank(vocab.target_ids, grid[0]) if vocab.is_token_map else []
     return CoverageReport(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
         sources=tuple(measured),
         uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
-        warnings=(
-            *_warnings(measured, at, draft_vocab),
-            *(doubts_of_rank(vocab.target_ids, grid[0]) if vocab.is_token_map else ()),
-        ),
+        warnings=(*_warnings(measured, at, draft_vocab), *sorted_list),
     )
 
 
@@ -208,21 +203,16 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """Return the sizes to measure, ascending; without any, powers of two from 1,024 on and the vocabulary's own."""
     smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
     if sizes is None:
-        sizes = [
-            *(size for size in (1 << place for place in range(10, 21)) if smallest <= size < vocab.size),
-            vocab.size,
-        ]
+        steps = (1 << power for power in range(10, 21))
+        sizes = [*(size for size in steps if smallest <= size < vocab.size), vocab.size]
     for size in sizes:
         if not smallest <= size <= vocab.size:
             raise UsageError(f"--sizes {size}: expected {smallest} to {vocab.size} for this vocabulary.")
     return tuple(sorted({int(size) for size in sizes}))
 
 
-def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int64], num_sizes: int) -> SourceCoverage:
-    """Measure one source on its held-out documents, or else on its counts as if they were one document.
-
-    `buckets` [orders, ids] are those of the ranking, of the baseline, and of a vocabulary beside it.
-    """
+def _measure_source(source: SourceCounts, weight: float, buckets: NDArray[np.int64], num_sizes: int) -> SourceCoverage:
+    """Measure one source on held-out documents, or else on its counts as one; `buckets` is [orders, ids]."""
     part: Part = "held-out"
     token_ids: NDArray[Any]
     if source.held_out is not None and source.held_out.num_tokens:
@@ -242,7 +232,7 @@ def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int6
     covered, first, *other = hits.cumsum(axis=2)[:, :, :num_sizes]
     return SourceCoverage(
         name=source.name,
-        weight=share,
+        weight=weight,
         part=part,
         documents=len(lengths) if part == "held-out" else 0,
         tokens=tokens,
@@ -286,19 +276,15 @@ def _weighted_mean(measured: Sequence[SourceCoverage]) -> SourceCoverage:
 
 
 def _warnings(measured: Sequence[SourceCoverage], position: int, size: int) -> list[str]:
-    found = []
+    warnings = []
     for entry in measured:
         covered, first = entry.coverage[position], entry.baseline[position]
         if covered < first:
             subject = entry.name if entry.name == MEAN else f"source {entry.name!r}"
-            found.append(
-                f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of the first "
-                f"{size} ids, which need no corpus. Count text of this kind, or give it more weight"
-            )
-    counted = [entry.name for entry in measured if entry.part == "counted" and entry.name != MEAN]
-    if counted:
-        found.append(
-            f"coverage of {', '.join(repr(name) for name in counted)} is measured on the counted text itself, because "
-            "nothing was held out: it is optimistic"
-        )
-    return found
+            loss = f"the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of the first {size} ids"
+            advice = "Count text of this kind, or give it more weight"
+            warnings.append(f"{subject}: {loss}, which need no corpus. {advice}")
+    if counted := [repr(entry.name) for entry in measured if entry.part == "counted" and entry.name != MEAN]:
+        why = "because nothing was held out: it is optimistic"
+        warnings.append(f"coverage of {', '.join(counted)} is measured on the counted text itself, {why}")
+    return warnings

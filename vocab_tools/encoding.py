@@ -106,28 +106,28 @@ def _fastokens(tokenizer_json: str) -> Encode:
 def encode_all(encode: Encode, texts: Sequence[str]) -> Encoded:
     """Encode any number of texts of any length in bounded memory.
 
-    A text over MAX_TEXT_CHARS is encoded in parts, cut after a line end or before a space, so that at such a cut a
+    A text over MAX_TEXT_CHARS is encoded in pieces, cut after a line end or before a space, so that at such a cut a
     token may differ from those of the whole.
     """
     if not texts:
         return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
-    parts = [_parts(text) for text in texts]
-    batches = [encode(batch) for batch in _batches(list(chain.from_iterable(parts)))]
+    pieces = [_pieces(text) for text in texts]
+    batches = [encode(batch) for batch in _batches(list(chain.from_iterable(pieces)))]
     offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(np.diff(batch.offsets) for batch in batches)]))
     token_ids = np.concatenate([batch.token_ids for batch in batches])
-    return Encoded(token_ids, offsets[np.cumsum([0, *map(len, parts)])])
+    return Encoded(token_ids, offsets[np.cumsum([0, *map(len, pieces)])])
 
 
-def _parts(text: str) -> list[str]:
-    parts = []
+def _pieces(text: str) -> list[str]:
+    pieces = []
     start = 0
     while len(text) - start > MAX_TEXT_CHARS:
         stop = start + MAX_TEXT_CHARS
         cuts = (text.rfind("\n", start, stop) + 1, text.rfind(" ", start + 1, stop), stop)
         cut = next(cut for cut in cuts if cut > start)
-        parts.append(text[start:cut])
+        pieces.append(text[start:cut])
         start = cut
-    return [*parts, text[start:]]
+    return [*pieces, text[start:]]
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:

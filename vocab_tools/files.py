@@ -40,10 +40,7 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
 
 
 def refuse_existing(path: str | Path, force: bool = False) -> Path:
-    """Return the output path, or refuse it before any work is done.
-
-    Raises UsageError where it exists and `force` is off, is a folder, a pipe or a device, or cannot be written.
-    """
+    """Return the output path; UsageError, before any work, where it exists (without `force`) or is not writable."""
     path = Path(path)
     if path.exists():
         regular_file(path, UsageError)

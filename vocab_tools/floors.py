@@ -66,9 +66,9 @@ class FloorProblem:
             solved = self._solve(needed, size)
             if solved is None:
                 return None
-            shares, multipliers = solved
+            fractions, multipliers = solved
             worth = self.score + multipliers @ self.counted
-            chosen = self._largest(worth, shares, size)
+            chosen = self._largest(worth, fractions, size)
             if bound == np.inf:
                 bound = float(worth[chosen].sum() - multipliers @ needed)
             if self.holds(chosen):
@@ -87,20 +87,14 @@ class FloorProblem:
             return None
         used = np.flatnonzero(self.is_forced | (self.score > 0) | self.measured.any(axis=0))
         num = min(size, len(used))
-        found = milp(
-            -self.score[used],
-            integrality=np.ones(len(used)),
-            bounds=Bounds(self.is_forced[used], 1),
-            constraints=[
-                LinearConstraint(self.measured[:, used], self.floors + _MARGIN),
-                LinearConstraint(np.ones((1, len(used))), num, num),
-            ],
-            options={"time_limit": _SEARCH_S, "mip_rel_gap": 1e-4},
-        )
-        if found.x is None:
+        covers = LinearConstraint(self.measured[:, used], self.floors + _MARGIN)
+        has_size = LinearConstraint(np.ones((1, len(used))), num, num)
+        bounds, limits = Bounds(self.is_forced[used], 1), {"time_limit": _SEARCH_S, "mip_rel_gap": 1e-4}
+        solution = milp(-self.score[used], integrality=1, bounds=bounds, constraints=[covers, has_size], options=limits)
+        if solution.x is None:
             return None
         wanted = np.zeros(len(self.score))
-        wanted[used] = np.round(found.x)
+        wanted[used] = np.round(solution.x)
         chosen = np.zeros(len(self.score), np.bool_)
         chosen[np.lexsort((-self.score, -wanted))[:size]] = True
         return (chosen, None) if self.holds(chosen) else None
@@ -114,30 +108,27 @@ class FloorProblem:
         from scipy.optimize import linprog
 
         used = np.flatnonzero(self.is_forced | (self.score > 0) | self.counted.any(axis=0))
-        found = linprog(
-            -self.score[used],
-            np.vstack([-self.counted[:, used], np.ones(len(used))]),
-            np.append(-needed, size),
-            bounds=np.column_stack([self.is_forced[used], np.ones(len(used))]),
-        )
-        if found.status == 2:
+        conditions = np.vstack([-self.counted[:, used], np.ones(len(used))])
+        bounds = np.column_stack([self.is_forced[used], np.ones(len(used))])
+        solution = linprog(-self.score[used], conditions, np.append(-needed, size), bounds=bounds)
+        if solution.status == 2:
             return None
-        if found.status != 0:
-            raise VocabularyError(f"Floors: HiGHS found no solution: {found.message}.")
-        shares = np.zeros(len(self.score))
-        shares[used] = found.x
-        return shares, np.maximum(-found.ineqlin.marginals[:-1], 0.0)
+        if solution.status != 0:
+            raise VocabularyError(f"Floors: HiGHS found no solution: {solution.message}.")
+        fractions = np.zeros(len(self.score))
+        fractions[used] = solution.x
+        return fractions, np.maximum(-solution.ineqlin.marginals[:-1], 0.0)
 
-    def _largest(self, worth: NDArray[np.float64], shares: NDArray[np.float64], size: int) -> NDArray[np.bool_]:
+    def _largest(self, worth: NDArray[np.float64], fractions: NDArray[np.float64], size: int) -> NDArray[np.bool_]:
         """Return forced ids and those of the most worth, bool [ids]; of equal worth, those of the larger x.
 
         Ids whose shares are the same in every source are taken from the lowest on, whichever of them HiGHS took.
         """
         ids = np.arange(len(worth))
-        by_share = np.empty(len(worth))
-        by_share[np.lexsort((ids, self._twins))] = shares[np.lexsort((-shares, self._twins))]
+        by_fraction = np.empty(len(worth))
+        by_fraction[np.lexsort((ids, self._twins))] = fractions[np.lexsort((-fractions, self._twins))]
         rounded = np.round(worth / max(worth.max(), _TOLERANCE), 12)
-        order = np.lexsort((ids, -np.round(by_share, 6), -rounded, ~self.is_forced))
+        order = np.lexsort((ids, -np.round(by_fraction, 6), -rounded, ~self.is_forced))
         chosen = np.zeros(len(worth), np.bool_)
         chosen[order[:size]] = True
         return chosen

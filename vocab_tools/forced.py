@@ -7,6 +7,7 @@ rare the token was in the corpus. Reserved and unused added tokens are not force
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,27 +23,19 @@ from .tokenizer import LoadedTokenizer
 
 # Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers without generation settings. The
 # same list as llama.cpp's end-of-generation detection, without its fill-in-the-middle markers.
-_END_OF_TURN = frozenset({
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_turn|>", "<|end_of_sentence|>",
-    "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "<EOD>",
-    "<end_of_utterance>", "<|eos|>",
-})  # fmt: skip
+_END_OF_TURN = re.compile(
+    r"<\|(eot_id|eom_id|im_end|end|eos|return|call|calls|flush|endoftext|end_of_(text|turn|sentence)|END_OF_TURN_TOKEN)\|>"
+    r"|<(end_of_turn|turn\||end_of_utterance|eos|EOT|EOD)>|_<EOT>|</s>|<｜end▁of▁sentence｜>"
+)
 # Markers that models emit inside a turn and that a template may never spell (Llama-3.1's code calls, gpt-oss's
 # channels, reasoning and tool calls of unknown templates).
-_IN_TURN = frozenset({
-    "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]",
-    "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
-})  # fmt: skip
+_IN_TURN = re.compile(
+    r"<\|(python_tag|start|channel|message|constrain)\|>|</?(tool_call|think)>|\[(TOOL_CALLS|ARGS|/?THINK)\]"
+)
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather at a place.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_WEATHER = {"name": "get_weather", "description": "Weather at a place.", "parameters": _CITY}
+_TOOL = {"type": "function", "function": _WEATHER}
 _CALL = {"id": "call12345", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Bern"}}}
 _USER = {"role": "user", "content": "What is the weather?"}
 _ASSISTANT = {"role": "assistant", "content": "Sunny."}
@@ -85,9 +78,9 @@ def forced_ids(
             warnings.append(f"{reason} is id {token_id}, but no token of {tokenizer.source} has it; it is not forced")
     for token_id, text in tokenizer.added_tokens.items():
         # Gemma-3 has the HTML tag </s> among its tokens; only a special one ends a turn.
-        if text in _END_OF_TURN and token_id in tokenizer.special_ids:
+        if _END_OF_TURN.fullmatch(text) and token_id in tokenizer.special_ids:
             force(token_id, "end of turn")
-        if text in _IN_TURN:
+        if _IN_TURN.fullmatch(text):
             force(token_id, "tool or reasoning marker")
         if force_added == "all":
             force(token_id, "added token")
@@ -132,12 +125,12 @@ def _literals(template: ChatTemplate, special_tokens: Mapping[str, str]) -> list
             text = special_tokens.get(node.name)
             return node if text is None else nodes.Const(text, environment=node.environment)
 
-    found: set[str] = set()
+    texts: set[str] = set()
     for node in Named().visit(template.syntax_tree).find_all(nodes.Expr):
         with contextlib.suppress(nodes.Impossible):
             if isinstance(text := node.as_const(), str):
-                found.add(text)
-    return list(found)
+                texts.add(text)
+    return list(texts)
 
 
 def _probe(template: ChatTemplate) -> Iterator[str]:

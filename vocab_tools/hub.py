@@ -61,10 +61,7 @@ class HubError(SourceError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A commit of a repository in the cache: its folder, with the files that were asked for.
-
-    `files` are the names of all files of the repository; offline, of those in `folder`.
-    """
+    """A commit in the cache: its folder with what was asked for, and all its files' names (offline, of those there)."""
 
     folder: Path
     repo_id: str
@@ -110,10 +107,10 @@ def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Cho
     if not (offline or is_offline()):
         try:
             commit, files = _listing(repo_id, revision)
-        except HubError as found:
-            if not found.is_unreachable:
+        except HubError as refusal:
+            if not refusal.is_unreachable:
                 raise
-            error = found
+            error = refusal
         else:
             return _fetched(repo_id, revision, commit, files, choose)
     if (cached := _cached(repo_id, revision, choose)) is None:
@@ -181,7 +178,6 @@ def tried(ask: Callable[[], T], repo_id: str, revision: str | None = None, waits
 
 
 def _listing(repo_id: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
-    """Ask for the commit of a revision and the names of its files."""
     from huggingface_hub import HfApi, constants
 
     def ask() -> tuple[str, tuple[str, ...]]:
@@ -220,10 +216,9 @@ def _cached(repo_id: str, revision: str | None, choose: Choose) -> Snapshot | No
     with explained(repo_id):
         try:
             # Without patterns it could refuse a snapshot that lacks files of the repository.
-            found = snapshot_download(repo_id, revision=revision, allow_patterns=[], local_files_only=True)
+            folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=[], local_files_only=True))
         except LocalEntryNotFoundError:
             return None
-    folder = Path(found)
     names = tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
     with suppress(EagleSlimError):
         return Snapshot(folder, repo_id, folder.name, names) if choose(names, repo_id) else None
@@ -260,7 +255,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None) 
     causes = [cause for cause in causes_of(error) if isinstance(cause, tuple(known))] or [error]
     # "Not in the cache" hides why the file could not be fetched: take the error behind it.
     cause = next((cause for cause in causes if not isinstance(cause, errors.LocalEntryNotFoundError)), causes[0])
-    said = plain(getattr(cause, "server_message", None) or cause)
+    message = plain(getattr(cause, "server_message", None) or cause)
     hub, status = plain(constants.ENDPOINT), getattr(getattr(cause, "response", None), "status_code", None)
     name, is_http = type(cause).__name__, isinstance(cause, http_error)
     advice, passes = f"See {hub}/{repo_id}.", status in _BUSY
@@ -273,33 +268,33 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None) 
         reason, what = "missing", f"no such folder here, and no such repository at {hub}, or a private one"
         advice = f"Check the spelling; expected is name/model. For a private one: {_LOGIN}"
     elif isinstance(cause, errors.RevisionNotFoundError):
-        reason, what = "missing", f"there is no revision {revision or 'main'!r} ({said})"
+        reason, what = "missing", f"there is no revision {revision or 'main'!r} ({message})"
     elif isinstance(cause, errors.EntryNotFoundError):
-        reason, what = "missing", f"not found at revision {revision or 'main'!r} ({said})"
+        reason, what = "missing", f"not found at revision {revision or 'main'!r} ({message})"
     elif isinstance(cause, UnicodeEncodeError) or name == "LocalProtocolError":
         # The library's message may hold the token.
         reason, what = "access", "the token holds what no request can carry, such as letters that are not ASCII"
         advice = "Look at HF_TOKEN, or log in anew with `hf auth login`."
     elif status in (401, 403) or isinstance(cause, errors.LocalTokenNotFoundError | errors.DisabledRepoError):
-        reason, what = "access", f"no access with this account ({said})"
+        reason, what = "access", f"no access with this account ({message})"
         advice = f"{_LOGIN} To upload, the token needs the right to write to this name."
     elif status in _BUSY:
-        reason, what = "busy", f"{hub} refuses for now (status {status}: {said})"
+        reason, what = "busy", f"{hub} refuses for now (status {status}: {message})"
         advice = f"Try again in a few minutes. Rate limits are higher for those who are logged in: {_LOGIN}"
     elif status is not None:
-        reason, what = "refused", f"{hub} refuses (status {status}: {said})"
+        reason, what = "refused", f"{hub} refuses (status {status}: {message})"
     elif is_http:
         passes = "Timeout" not in name and not name.startswith("Connect")
         problem = "does not answer" if "Timeout" in name else "cannot be reached, or broke the connection off"
-        reason, what, advice = "unreachable", f"{hub} {problem} ({name}: {said})", _UNREACHABLE
+        reason, what, advice = "unreachable", f"{hub} {problem} ({name}: {message})", _UNREACHABLE
     elif isinstance(cause, errors.FileMetadataError):
-        reason, what = "unreachable", f"{hub} answers without the ETag or the commit of a file ({said})"
+        reason, what = "unreachable", f"{hub} answers without the ETag or the commit of a file ({message})"
         advice = "Is HF_ENDPOINT a Hub, which sends ETag and X-Repo-Commit? A proxy may take them out."
     elif isinstance(cause, ValueError):
-        reason, what = "unreachable", f"what {hub} answers is not the Hub's ({said})"
+        reason, what = "unreachable", f"what {hub} answers is not the Hub's ({message})"
         advice = "A network that wants a login first answers so: open a page in a browser, then try again."
     else:
-        reason, what = "disk", f"the transfer failed ({said})"
+        reason, what = "disk", f"the transfer failed ({message})"
         advice = "Run the same command again; where the cache's disk is the cause, set HF_HOME to a folder on another."
     return HubError(f"{repo_id}: {what}", advice, reason, passes)
 

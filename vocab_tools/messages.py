@@ -25,8 +25,8 @@ _ROLES = {
 # Under the key `role`, templates know these names themselves.
 _TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response")
 # Templates read the first names; datasets and APIs have the others, too.
-_TEMPLATE_REASONING = ("reasoning_content", "thinking", "reasoning")
-_REASONING = (*_TEMPLATE_REASONING, "thought", "thoughts", "reasoning_text", "reasoning_details", "thinking_blocks")
+TEMPLATE_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = (*TEMPLATE_REASONING, "thought", "thoughts", "reasoning_text", "reasoning_details", "thinking_blocks")
 _ARGUMENTS = ("arguments", "input", "args", "parameters")
 _MEDIA = re.compile("image|audio|video|file|document")
 
@@ -132,7 +132,7 @@ def _sorted_parts(parts: list[Any], role: str) -> tuple[list[Any], list[str], li
         elif role == "assistant" and words and re.search("think|thought|reason", kind):
             thoughts.append(words)
         else:
-            is_text = words is not None and not _is_media(part)
+            is_text = words is not None and not _MEDIA.search(kind)
             kept.append({"type": "text", "text": words} if is_text else part)
     return kept, thoughts, calls
 
@@ -150,10 +150,6 @@ def words_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _is_media(part: Any) -> bool:
-    return isinstance(part, Mapping) and bool(_MEDIA.search(str(part.get("type", ""))))
-
-
 def _tool_call(call: Any) -> Any:
     """Return a call in OpenAI's form, where others name its arguments otherwise."""
     function = _function(call)
@@ -166,11 +162,8 @@ def _tool_call(call: Any) -> Any:
 
 
 def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn calls in messages of their own, or under `function_call`, into `tool_calls`.
-
-    Calls get ids of nine characters, which Mistral's templates ask for, and the results behind them name these.
-    """
-    found: list[dict[str, Any]] = []
+    """Turn calls in messages of their own, or under `function_call`, into `tool_calls`."""
+    normalised: list[dict[str, Any]] = []
     num_calls = 0
     waiting: list[tuple[str, str]] = []
     for message in messages:
@@ -179,19 +172,20 @@ def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         given = given if isinstance(given, list) else [given]
         calls = [call for call in given if isinstance(call, dict) and "name" in call]
         if calls:
+            # Mistral's templates ask for ids of nine characters, which the results behind a call name.
             waiting = [(f"call{num_calls + number:05d}", str(call["name"])) for number, call in enumerate(calls)]
             num_calls += len(calls)
             tool_calls = [
                 {"id": call_id, "type": "function", "function": {"name": name, "arguments": call.get("arguments", {})}}
                 for (call_id, name), call in zip(waiting, calls, strict=True)
             ]
-            kept = {key: item for key, item in message.items() if key != "function_call"}
-            message = {**kept, "content": None if role == _CALL else content, "tool_calls": tool_calls}
+            message = {**message, "content": None if role == _CALL else content, "tool_calls": tool_calls}
+            message.pop("function_call", None)
         elif role in ("tool", "function") and waiting:
             call_id, name = waiting.pop(0)
             message = {"tool_call_id": call_id, "name": name, **message}
-        found.append({**message, "role": "assistant"} if calls or role == _CALL else message)
-    return found
+        normalised.append({**message, "role": "assistant"} if calls or role == _CALL else message)
+    return normalised
 
 
 def template_forms(messages: Sequence[Message], has_thoughts: bool = False) -> Iterator[Sequence[Message]]:
@@ -226,7 +220,7 @@ def _formed(source: Message, as_text: bool, null: str | None, parts: str) -> Mes
     if isinstance(calls, list):
         message["tool_calls"] = [_formed_call(call, as_text) for call in calls]
     if reasoning is not None:
-        message.update(dict.fromkeys(_TEMPLATE_REASONING, reasoning))
+        message.update(dict.fromkeys(TEMPLATE_REASONING, reasoning))
     return message
 
 
@@ -265,13 +259,13 @@ def content_text(message: Message) -> str:
 def call_texts(message: Message) -> list[tuple[str, list[tuple[str, ...]]]]:
     """Return each tool call as JSON, and all its words, each in the ways that templates spell it."""
     calls = message.get("tool_calls")
-    found = []
+    texts = []
     for call in calls if isinstance(calls, list) else []:
         function = _function(call)
         name, arguments = str(function.get("name")), _parsed(function.get("arguments"))
         text = json.dumps({"name": name, "arguments": arguments} if "name" in function else call, ensure_ascii=False)
-        found.append((text, list(_words([name, arguments]))))
-    return found
+        texts.append((text, list(_words([name, arguments]))))
+    return texts
 
 
 def _words(values: list[Any]) -> Iterator[tuple[str, ...]]:

@@ -38,6 +38,7 @@ from .vocabulary import (
 )
 
 Part = Literal["held-out", "counted", "held-out and counted"]
+_Ids = NDArray[np.int64]
 
 
 def rank_vocabulary(
@@ -65,11 +66,9 @@ def rank_vocabulary(
         floors: share of a source's tokens by name, measured as for `coverage`, that the `size` ids must cover; they
             are chosen to cover the most of all sources, weighted, beside these.
 
-    Raises:
-        UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches, floors
-            without a size, or that this size cannot hold: with the size that would do.
-        TokenizerError: the counts or the candidates were made with another tokenizer.
-        VocabularyError: candidate ids break a rule.
+    Raises UsageError for size and coverage together, a size that does not fit, a coverage that none reaches, and floors
+    without a size, or that it cannot hold; TokenizerError for counts or candidates made with another tokenizer;
+    VocabularyError for candidate ids that break a rule.
     """
     if size is not None and coverage is not None:
         raise UsageError("A size and --coverage exclude each other: give only one of them.")
@@ -128,18 +127,16 @@ def rank_by_order(
         size: number of ids, kept exactly; default all of the order.
         tokenizer, forced, candidates, target_vocab: as in `rank_vocabulary`; one of the first and the last is needed.
 
-    Raises:
-        UsageError: the size does not fit, or neither tokenizer nor target_vocab is given.
-        VocabularyError: ids of the order break a rule.
-        TokenizerError: the order, or the candidates, are a vocabulary that was made with another tokenizer.
+    Raises UsageError for a size that does not fit, and without tokenizer and target_vocab; VocabularyError for ids that
+    break a rule; TokenizerError for an order or candidates that were made with another tokenizer.
     """
-    found, warnings, counted = Provenance(), list[str](), None
+    account, warnings, counted = Provenance(), list[str](), None
     if target_vocab is None:
         if tokenizer is None:
             raise UsageError("Ranking by order needs --tokenizer or the size of the target's vocabulary.")
-        target_vocab, found["target_vocab_from"] = tokenizer.vocab_size, "tokenizer"
+        target_vocab, account["target_vocab_from"] = tokenizer.vocab_size, "tokenizer"
     if tokenizer is not None:
-        found["tokenizer_hash"] = tokenizer.tokenizer_hash
+        account["tokenizer_hash"] = tokenizer.tokenizer_hash
     if isinstance(order, DraftVocab):
         _check_made_with(order, tokenizer, "the vocabulary")
         # What an import with a tokenizer told is looked for again here, and forced ids are added.
@@ -152,14 +149,14 @@ def rank_by_order(
     warnings += more
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
-        found["method"] = "ids"
+        account["method"] = "ids"
     else:
         ranked, size, more = _ranked_as_given(order, size, pool, warnings)
         warnings += more
-        found["method"] = "token map"
+        account["method"] = "token map"
     if counted is not None:
-        found["counted_ids"] = int(np.isin(ranked[len(pool.forced) : size], counted).sum())
-    vocab = pool.cut(ranked, size, {**found, **(provenance or {})}, warnings)  # type: ignore[typeddict-item]
+        account["counted_ids"] = int(np.isin(ranked[len(pool.forced) : size], counted).sum())
+    vocab = pool.cut(ranked, size, {**account, **(provenance or {})}, warnings)  # type: ignore[typeddict-item]
     return vocab.with_warnings(uncounted_warning(vocab))
 
 
@@ -184,8 +181,8 @@ class _Pool:
     `trained` is the number of ids that the head was trained on, None for a head without a map.
     """
 
-    ids: NDArray[np.int64]
-    forced: NDArray[np.int64]
+    ids: _Ids
+    forced: _Ids
     target_vocab: int
     trained: int | None
     account: Provenance
@@ -234,7 +231,7 @@ class _Pool:
         account = {"forced": {str(i): forced.reasons.get(i, "by request") for i in wanted.tolist()}, **account}
         return cls(ids, wanted, target_vocab, trained, account), warnings
 
-    def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
+    def order_by_score(self, score: NDArray[np.float64]) -> _Ids:
         """Return all ids of the pool: forced first, then by score descending, ties by id."""
         # lexsort's last key is the first in importance.
         order = np.lexsort((self.ids, -score[self.ids], ~np.isin(self.ids, self.forced)))
@@ -245,41 +242,36 @@ class _Pool:
         """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
         return len(self.ids) if self.trained is not None else len(self.ids) - 1
 
-    def cut(
-        self, order: NDArray[np.int64], size: int | None, provenance: Provenance, warnings: Sequence[str]
-    ) -> DraftVocab:
+    def cut(self, order: _Ids, size: int | None, provenance: Provenance, warnings: Sequence[str]) -> DraftVocab:
         """Take the first N of an order as a vocabulary with its provenance, and with a warning of a size to pad."""
         if size is not None:
             self.check_size(size)
         size = len(order) if size is None else size
         # A size that was found for a coverage is a multiple, or as large as it can be.
         is_odd = size < len(self.ids) and "size_from_coverage" not in provenance
-        told = [*warnings, *(padding_warning(size) if is_odd else ())]
-        account: Provenance = {**provenance, **self.account, "warnings": told}
-        return DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
+        account: Provenance = {**provenance, **self.account, "warnings": list(warnings)}
+        vocab = DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
+        return vocab.with_warnings(padding_warning(size)) if is_odd else vocab
 
     def check_size(self, size: int) -> None:
         """Raise UsageError unless `size` of the ids can be chosen."""
-        least = max(1, len(self.forced))
-        if not least <= size <= self.largest_size:
+        smallest = max(1, len(self.forced))
+        if not smallest <= size <= self.largest_size:
             why = f"the {len(self.ids)} real tokens but one; `full` converts them all"
             if self.trained is not None:
                 why = f"the head has rows for {self.trained} ids"
-            raise UsageError(
-                f"A draft vocabulary of {size} was asked for: expected at least {least} (end of turn, chat markers and "
-                f"single bytes are forced) and at most {self.largest_size} ({why})."
-            )
+            expected = f"at least {smallest} (end of turn, chat markers and single bytes are forced)"
+            limits = f"expected {expected} and at most {self.largest_size} ({why})"
+            raise UsageError(f"A draft vocabulary of {size} was asked for: {limits}.")
 
 
 def _size_for_coverage(
-    counts: TokenCounts, weights: Mapping[str, float] | None, order: NDArray[np.int64], coverage: float, pool: _Pool
+    counts: TokenCounts, weights: Mapping[str, float] | None, order: _Ids, coverage: float, pool: _Pool
 ) -> tuple[int, dict[str, Any]]:
-    """Return the smallest allowed size that covers a share of the held-out tokens, and the account of it.
-
-    Where a source with a weight above 0 held nothing out, all are measured on their counted text.
-    """
+    """Return the smallest allowed size that covers a share of the held-out tokens, and the account of it."""
     check_share("--coverage", coverage)
     chosen, part, measured = counts.source_weights(weights), "held-out", counts.held_out_counts
+    # Where a source with a weight above 0 held nothing out, all are measured on their counted text.
     if any(chosen[source.name] > 0 and not source.num_tokens for source in measured.sources):
         part, measured = "counted", counts
     mixed = measured.weighted(weights)
@@ -289,10 +281,9 @@ def _size_for_coverage(
     # Sums of float64 shares are a few ulps off the exact figure.
     enough = np.flatnonzero(reached >= coverage - 1e-12)
     if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
-        raise UsageError(
-            f"--coverage {coverage} of the {part} tokens cannot be reached: the largest draft vocabulary, "
-            f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}."
-        )
+        largest = f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}"
+        problem = f"--coverage {coverage} of the {part} tokens cannot be reached"
+        raise UsageError(f"{problem}: the largest draft vocabulary, {largest}.")
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
     size = min(round_up(smallest), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
@@ -300,20 +291,15 @@ def _size_for_coverage(
 
 
 def _hold_floors(
-    counts: TokenCounts,
-    floors: Mapping[str, float],
-    score: NDArray[np.float64],
-    order: NDArray[np.int64],
-    size: int,
-    pool: _Pool,
-) -> tuple[NDArray[np.int64], Floors, list[str]]:
+    counts: TokenCounts, floors: Mapping[str, float], score: NDArray[np.float64], order: _Ids, size: int, pool: _Pool
+) -> tuple[_Ids, Floors, list[str]]:
     """Return an order whose first `size` ids hold the floors, as it is where they do; the account of it; warnings."""
     named = [{source.name: source.counts for source in each.sources} for each in (counts, counts.held_out_counts)]
     texts, held_out = (np.stack([np.pad(each[name], (0, pool.target_vocab)) for name in floors]) for each in named)
     if not texts.any(axis=1).all():
         names = ", ".join(floors)
         raise VocabularyError(f"--floor: one source of {names} holds no token. Count some of its text first.")
-    parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
+    measured_on = ["held-out" if tokens.any() else "counted" for tokens in held_out]
     measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
     problem = FloorProblem(
         score=(score / max(float(score.sum()), 1.0))[pool.ids],
@@ -324,37 +310,35 @@ def _hold_floors(
     )
     chosen, bound, warnings = np.isin(pool.ids, order[:size]), None, []
     if not problem.holds(chosen):
-        found = problem.choose(size) or problem.search(size)
-        if found is None:
-            without = zip(floors.items(), problem.reached(chosen), strict=True)
-            falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
+        solution = problem.choose(size) or problem.search(size)
+        if solution is None:
+            covered = zip(floors.items(), problem.reached(chosen), strict=True)
+            falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in covered)
             cannot = f"{size} ids cannot hold" if problem.is_impossible(size) else f"no {size} ids were found that hold"
             enough, largest = _size_for_floors(problem, np.searchsorted(pool.ids, order), size, pool), pool.largest_size
             none = "no size does" if enough is None and problem.is_impossible(largest) else "none was found of any size"
             advice = f"{enough} would do" if enough else f"{none}, up to {largest}: ask for less"
-            raise UsageError(
-                f"--floor: {cannot} all of these floors; {advice}. Ranked without floors, {size} cover {falls}."
-            )
-        chosen, bound = found
-        if bound is None and "held-out" in parts:
+            without_floors = f"Ranked without floors, {size} cover {falls}."
+            raise UsageError(f"--floor: {cannot} all of these floors; {advice}. {without_floors}")
+        chosen, bound = solution
+        if bound is None and "held-out" in measured_on:
             warnings.append("only ids chosen by the held-out text itself hold the floors: other text is covered less")
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
-    held = [
-        {"source": name, "asked": floor, "reached": reached, "measured_on": part}
-        for (name, floor), reached, part in zip(floors.items(), problem.reached(chosen).tolist(), parts, strict=True)
-    ]
+    entries, shares = [], problem.reached(chosen).tolist()
+    for (name, floor), reached, part in zip(floors.items(), shares, measured_on, strict=True):
+        entries.append({"source": name, "asked": floor, "reached": reached, "measured_on": part})
     weighted = float(problem.score[chosen].sum())
-    return order, {"size": size, "held": held, "weighted": weighted, "weighted_bound": bound}, warnings
+    return order, {"size": size, "held": entries, "weighted": weighted, "weighted_bound": bound}, warnings
 
 
-def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, pool: _Pool) -> int | None:
+def _size_for_floors(problem: FloorProblem, order: _Ids, size: int, pool: _Pool) -> int | None:
     """Return a size near the smallest that holds floors which `size` ids do not; None where not even the largest does.
 
     `order`: places of the ids as they rank without floors, of which a longer beginning may hold them.
     """
     largest = pool.largest_size
-    held = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
-    enough = round_up(int(held.argmax()) + 1) if held.any() else largest + 1
+    holds = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
+    enough = round_up(int(holds.argmax()) + 1) if holds.any() else largest + 1
     if enough > largest and problem.choose(largest) is None:
         return None
     enough = min(enough, largest)
@@ -370,11 +354,8 @@ def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int,
 
 def _ranked_as_given(
     order: ArrayLike, size: int | None, pool: _Pool, known: Sequence[str]
-) -> tuple[NDArray[np.int64], int, list[str]]:
-    """Return the pool's ids in a given order, forced ones first, the size (that of the order by default), and warnings.
-
-    Where too few ids can be used, the message tells the warnings that are `known`, too.
-    """
+) -> tuple[_Ids, int, list[str]]:
+    """Return the pool's ids in a given order, forced ones first, the size (by default the order's), and warnings."""
     warnings: list[str] = []
     order = check_ids(order, pool.target_vocab, "token map")
     usable = order[np.isin(order, pool.ids)]

@@ -77,8 +77,8 @@ def _units(opened: OpenSource) -> Iterator[Unit]:
             yield shard
             continue
         blocks = opened.shard_blocks(shard)
-        while held := tuple(islice(blocks, _UNIT_BLOCKS)):
-            yield held
+        while unit := tuple(islice(blocks, _UNIT_BLOCKS)):
+            yield unit
 
 
 _counter: tuple[Any, BlockCounter] | None = None
@@ -93,13 +93,13 @@ def _count_unit(plan: tuple[Any], source: int, opened: OpenSource, unit: Unit) -
     if _counter is None or _counter[0] != plan[0]:
         use_one_tokenizer_thread()
         _counter = plan[0], BlockCounter(ray.get(plan[0]))
-    found: list[Counted] = []
+    counted: list[Counted] = []
     for block in opened.shard_blocks(unit) if isinstance(unit, int) else unit:
         tally = _counter[1].count(source, block)
-        if found and not found[-1][1].bad:
-            before, total = found.pop()
+        if counted and not counted[-1][1].bad:
+            before, total = counted.pop()
             total.add(tally)
             block, tally = replace(block, size=before.size + block.size), total
         # Where a limit falls in a block, it is counted again.
-        found.append((replace(block, data=None) if isinstance(unit, int) else block, tally))
-    return found
+        counted.append((replace(block, data=None) if isinstance(unit, int) else block, tally))
+    return counted

@@ -74,7 +74,10 @@ class LinesBlock:
                 raise CorpusError(f"{self.path}: it became shorter while it was counted.")
         if self.start == 0:
             data = data.removeprefix(_BYTE_ORDER_MARK)
-        return _texts(data) if self.is_text else _values(data.split(b"\n"), column)
+        if self.is_text:
+            return _texts(data)
+        lines = enumerate(data.split(b"\n"))
+        return ((number, _value(line, column)) for number, line in lines if line and not line.isspace())
 
     def place(self, number: int) -> str:
         """Name the file and the line."""
@@ -119,12 +122,6 @@ def reading(path: str) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"{path}: cannot be read: {str(error).rstrip('.')}.") from error
-
-
-def _values(lines: list[bytes], column: str | None) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(lines):
-        if line and not line.isspace():
-            yield number, _value(line, column)
 
 
 def _value(line: bytes, column: str | None) -> Any:
@@ -186,15 +183,12 @@ def cut_text(data: bytes) -> int:
 
 
 def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
-    """Read a file of lines or text, or an array, and cut it into blocks; an array is read whole.
-
-    Raises what the file system, the network or Arrow raises.
-    """
+    """Cut a file of lines or text, or an array, which is read whole, into blocks; raises what reading it raises."""
     import fsspec
     import pyarrow as pa
 
-    told = start = first = 0
-    held = b""
+    num_read = start = first = 0
+    buffer = b""
     suffix = Path(path).suffix.lower()
     is_plain = suffix not in PACKED and "://" not in path
     with fsspec.open(path, "rb") if "://" in path else Path(path).open("rb") as packed:
@@ -204,19 +198,19 @@ def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
             data = ahead + file.read()
             yield from _array_blocks(path, shard, packed.tell(), data)
             return
-        while held or ahead:
-            held, ahead = held + ahead, file.read(BLOCK_BYTES)
-            stop = len(held)
+        while buffer or ahead:
+            buffer, ahead = buffer + ahead, file.read(BLOCK_BYTES)
+            stop = len(buffer)
             if ahead and is_text:
                 begin = max(0, stop - MAX_PARAGRAPH_BYTES)
-                stop = begin + cut_text(held[begin:])
+                stop = begin + cut_text(buffer[begin:])
             elif ahead:
-                stop = held.rfind(b"\n") + 1
+                stop = buffer.rfind(b"\n") + 1
             if stop:
-                size, data = packed.tell() - told, None if is_plain else held[:stop]
+                size, data = packed.tell() - num_read, None if is_plain else buffer[:stop]
                 yield LinesBlock(shard, size, path, is_text, start, start + stop, data, first)
-                told, start, first = told + size, start + stop, first + held.count(b"\n", 0, stop)
-            held = held[stop:]
+                num_read, start, first = num_read + size, start + stop, first + buffer.count(b"\n", 0, stop)
+            buffer = buffer[stop:]
 
 
 def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Block]:
@@ -229,8 +223,8 @@ def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Blo
     for number, record in enumerate(records, 1):
         lines += json.dumps(record).encode() + b"\n"
         if len(lines) >= BLOCK_BYTES or number == len(records):
-            share = size * number // len(records) - size * first // len(records)
-            yield LinesBlock(shard, share, path, False, 0, len(lines), bytes(lines), first, "record")
+            block_size = size * number // len(records) - size * first // len(records)
+            yield LinesBlock(shard, block_size, path, False, 0, len(lines), bytes(lines), first, "record")
             lines.clear()
             first = number
 
@@ -244,18 +238,18 @@ def rows_blocks(
     """Join small tables to blocks of one column ("": all of them as structs); raises what `tables` raises."""
     import pyarrow as pa
 
-    held: list[pa.Array] = []
+    chunks: list[pa.Array] = []
     first = 0
     for table in itertools.chain(tables, [None]):
         if table is not None:
             if column and column not in table.schema.names:
                 raise CorpusError(f"{where}: no column {column!r}; it has {', '.join(table.schema.names)}.")
             values = table.column(column) if column else table.to_struct_array()
-            held.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
-        if held and (table is None or sum(chunk.nbytes for chunk in held) >= BLOCK_BYTES):
-            rows = pa.chunked_array(held)
+            chunks.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
+        if chunks and (table is None or sum(chunk.nbytes for chunk in chunks) >= BLOCK_BYTES):
+            rows = pa.chunked_array(chunks)
             yield RowsBlock(shard, int(bytes_per_row * len(rows)), where, first, rows)
-            held, first = [], first + len(rows)
+            chunks, first = [], first + len(rows)
 
 
 def parquet_blocks(path: str, shard: int, size: int, column: str) -> Iterator[Block]:

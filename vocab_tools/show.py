@@ -38,10 +38,8 @@ class VocabularyListing:
                 count = "" if token["count"] is None else f"{token['count']:,.0f}"
                 rows.append((f"'{token['token']}'", forced, rank, str(token["id"]), count))
         num_bytes = 1 + len(self.tokens) - len(rows)
-        return (
-            f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced, {num_bytes} of them single bytes); "
-            f"the target's vocabulary has {self.target_vocab} rows\n\n{aligned(rows, num_left=2)}"
-        )
+        kept = f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced, {num_bytes} of them single bytes)"
+        return f"{kept}; the target's vocabulary has {self.target_vocab} rows\n\n{aligned(rows, num_left=2)}"
 
 
 def show_vocabulary(
@@ -58,14 +56,14 @@ def show_vocabulary(
     real = tokenizer.real_ids[tokenizer.real_ids < vocab.target_vocab]
     strange = np.setdiff1d(vocab.target_ids, real)
     if len(strange):
-        found = f"belongs to no token of {tokenizer.source} ({len(strange)} such ids). Name the target's tokenizer."
-        raise TokenizerError(f"Id {strange[0]} of the vocabulary {found}")
+        problem = f"belongs to no token of {tokenizer.source} ({len(strange)} such ids)"
+        raise TokenizerError(f"Id {strange[0]} of the vocabulary {problem}. Name the target's tokenizer.")
     score = np.zeros(vocab.target_vocab)
     if counts is not None:
         check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
         score = np.pad(counts.weighted(), (0, vocab.target_vocab))
     num_forced = vocab.num_forced if vocab.ranked else 0
-    held = vocab.target_ids[: num_forced + limit].tolist()
+    kept = vocab.target_ids[: num_forced + limit].tolist()
     left_out = np.setdiff1d(real, vocab.target_ids)
     left_out = left_out[np.lexsort((left_out, -score[left_out]))][:limit].tolist()
     reasons = vocab.provenance.get("forced", {})
@@ -73,11 +71,11 @@ def show_vocabulary(
         {
             "token": readable_token(tokenizer, token_id),
             "forced": reasons.get(str(token_id)),
-            "rank": rank if rank < len(held) else None,
+            "rank": rank if rank < len(kept) else None,
             "id": token_id,
             "count": None if counts is None else float(score[token_id]),
         }
-        for rank, token_id in enumerate(held + left_out)
+        for rank, token_id in enumerate(kept + left_out)
     )
     return VocabularyListing(vocab.size, num_forced, vocab.target_vocab, len(real), tokens)
 

@@ -56,8 +56,7 @@ class CorpusSource:
         max_documents, max_tokens: stop with the document that reaches this number.
         sample: share of the documents to take, drawn by the seed; None: all.
 
-    Raises:
-        UsageError: a value is out of range.
+    Raises UsageError for a value out of range.
     """
 
     location: str
@@ -75,8 +74,8 @@ class CorpusSource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "location", os.fspath(self.location))
         if self.location in ("", "-"):
-            what = "a dataset id, file, folder or glob; standard input is not read. Write its text to a file."
-            raise UsageError(f"A source is {what}")
+            expected = "A source is a dataset id, file, folder or glob; standard input is not read"
+            raise UsageError(f"{expected}. Write its text to a file.")
         if not self.name:
             name = Path(self.location).name if looks_local(self.location) else self.location.rsplit("/", 1)[-1]
             for suffix in (*PACKED, *FORMATS):
@@ -100,8 +99,8 @@ class CorpusSource:
 
 def amount(text: str) -> int:
     """Read a whole number above 0, or one with a unit (500k, 10M, 1.5B); raises ValueError."""
-    found = _AMOUNT.fullmatch(text.strip().replace("_", ""))
-    number = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    match = _AMOUNT.fullmatch(text.strip().replace("_", ""))
+    number = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
     if number < 1 or number != int(number):
         raise ValueError(f"{text!r} is not a number above 0 such as 5000, 500k, 10M or 1.5B")
     return int(number)
@@ -150,11 +149,6 @@ class SourceFile:
     name: str
     size: int | None = None
 
-    @property
-    def format(self) -> str:
-        """End of its name, without that of a packed file: one of FORMATS, or ""."""
-        return _format_of(self.path)
-
 
 def looks_local(location: str) -> bool:
     """Report whether a location is a path or a glob rather than the id of a Hub dataset."""
@@ -164,6 +158,7 @@ def looks_local(location: str) -> bool:
 
 
 def _format_of(path: str) -> str:
+    """Return the end of a name, without that of a packed file: one of FORMATS, or ""."""
     stem, suffix = os.path.splitext(path.lower())
     if suffix in PACKED:
         suffix = os.path.splitext(stem)[1].replace(".parquet", "")
@@ -171,27 +166,24 @@ def _format_of(path: str) -> str:
 
 
 def find_files(location: str) -> tuple[SourceFile, ...]:
-    """List the files of a path, folder (searched through) or glob, by name.
-
-    Raises CorpusError where there are none, one is no regular file, or is of another kind than FORMATS.
-    """
+    """List the files of a path, folder (searched through) or glob, by name; CorpusError for none, or another kind."""
     path = expand_home(location)
     base = path if path.is_dir() else path.parent
     if path.is_dir():
         # Hidden files, and other formats, do not belong to the corpus.
-        found = [path / name for name in glob.glob("**/*", root_dir=path, recursive=True) if _format_of(name)]
+        paths = [path / name for name in glob.glob("**/*", root_dir=path, recursive=True) if _format_of(name)]
     elif path.exists():
-        found = [path]
+        paths = [path]
     elif glob.has_magic(location):
-        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        paths = [Path(name) for name in glob.glob(str(path), recursive=True)]
         while glob.has_magic(str(base)):
             base = base.parent
     else:
         raise CorpusError(f"{location}: no such file or folder.")
-    if not (found := [file for file in found if not file.is_dir()]):
+    if not (paths := [file for file in paths if not file.is_dir()]):
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
     # A folder and a file are read once, however many links lead there; a file comes before its links.
-    folders = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
+    folders = {(os.path.realpath(file.parent), file.name): file for file in sorted(paths, reverse=True)}
     once: dict[object, Path] = {}
     for (folder, name), file in sorted(folders.items(), key=lambda item: (item[1].is_symlink(), item[1])):
         state = file.stat() if file.exists() else None
@@ -255,10 +247,10 @@ class OpenSource:
         with hub_errors(location) if self.is_remote else reading(self.files[shard].path):
             if self.table is None:
                 file = self.files[shard]
-                if file.format == ".parquet":
+                if _format_of(file.path) == ".parquet":
                     yield from parquet_blocks(file.path, shard, file.size or 0, self.column)
                 else:
-                    yield from file_blocks(file.path, shard, file.format == ".txt")
+                    yield from file_blocks(file.path, shard, _format_of(file.path) == ".txt")
                 return
             stream = self.table.shard(num_shards=self.num_shards, index=shard)
             if self.column in (stream.column_names or ()):
@@ -272,13 +264,12 @@ class OpenSource:
 
 
 def open_source(source: CorpusSource) -> OpenSource:
-    """Open a source: find its files or dataset, and choose the column to read.
+    """Find the files or dataset of a source, and choose the column to read; CorpusError where it cannot be read.
 
-    Raises UsageError for a setting that does not fit, and where no column stands out; CorpusError where nothing is
-    there, or it cannot be read.
+    Raises UsageError for a setting that does not fit, and where no column stands out.
     """
     opened = _open_files(source) if looks_local(source.location) else _open_dataset(source)
-    if opened.table is None and all(file.format == ".txt" for file in opened.files):
+    if opened.table is None and all(_format_of(file.path) == ".txt" for file in opened.files):
         if source.column is not None:
             raise UsageError(f"{source.location}: plain text has no columns; leave out column={source.column}.")
         return opened
@@ -291,7 +282,7 @@ def _open_files(source: CorpusSource) -> OpenSource:
         if getattr(source, setting) is not None:
             raise UsageError(f"{source.location}: these are local files, and {setting} is for Hub datasets only.")
     files = find_files(source.location)
-    formats = {file.format for file in files}
+    formats = {_format_of(file.path) for file in files}
     if ".txt" in formats and len(formats) > 1:
         advice = "Give them as two sources, each with a glob of its own."
         raise UsageError.at(source.location, f".txt files have no columns, the others have. {advice}")
@@ -316,7 +307,7 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
             split = _choose_split(location, source.split, list(map(str, builder.config.data_files)))
             paths = map(str, builder.config.data_files[split])
             files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in paths)
-            if all(file.format for file in files):
+            if all(_format_of(file.path) for file in files):
                 return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
         # The commit, not the branch, so that the stream reads the files that were looked at.
         loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)
@@ -347,18 +338,12 @@ def hub_errors(location: str) -> Iterator[None]:
         if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
             problem = f"{plain(error, 1000)}. Name one with ,config=NAME behind the source."
             raise UsageError(f"{location}: {problem}") from error
-        advice = "Local files always work."
+        problem = f"{location}: cannot be read as a dataset: {plain(error)}."
         if isinstance(error, ConnectionError):
-            advice = (
-                "Without the network, or with HF_HUB_OFFLINE set, only what is in the cache already can be read. "
-                + advice
-            )
+            problem += " Without the network, or with HF_HUB_OFFLINE, only what is in the cache already can be read."
         elif isinstance(error, FileNotFoundError):
-            advice = (
-                "Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`. "
-                + advice
-            )
-        raise CorpusError(f"{location}: cannot be read as a dataset: {plain(error)}. {advice}") from error
+            problem += " Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`."
+        raise CorpusError(f"{problem} Local files always work.") from error
 
 
 # Columns
@@ -368,19 +353,19 @@ def _first_row(opened: OpenSource) -> dict[str, Any]:
     """Return the first row, with nulls filled in from the next rows while a column that may be chosen is null."""
     source = opened.source
     wanted = (*CHAT_COLUMNS, *TEXT_COLUMNS) if source.column is None else (source.column,)
-    found: dict[str, Any] | None = None
+    first: dict[str, Any] | None = None
     fault = ""
     rows = ((block, number, row) for block in opened.blocks() for number, row in block.records(None))
     for block, number, row in itertools.islice(rows, _ROWS_LOOKED_AT):
         if isinstance(row, BadRecord):
             fault = fault or f"{block.place(number)}: {row.reason}."
             continue
-        found = {**row, **{column: value for column, value in (found or {}).items() if value is not None}}
-        if all(found[column] is not None for column in wanted if column in found):
+        first = {**row, **{column: value for column, value in (first or {}).items() if value is not None}}
+        if all(first[column] is not None for column in wanted if column in first):
             break
-    if found is None:
+    if first is None:
         raise CorpusError.at(source.location, f"no record can be read. {fault or 'It is empty.'}")
-    return found
+    return first
 
 
 def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:

@@ -43,8 +43,8 @@ def says_tied(config: Mapping[str, Any]) -> bool | None:
 
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
-    said = {part["tie_word_embeddings"] for part in _parts(config) if type(part.get("tie_word_embeddings")) is bool}
-    return said.pop() if len(said) == 1 else None
+    values = {part["tie_word_embeddings"] for part in _parts(config) if type(part.get("tie_word_embeddings")) is bool}
+    return values.pop() if len(values) == 1 else None
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

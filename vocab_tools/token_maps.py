@@ -50,7 +50,6 @@ Loader = Literal["sglang", "fr-spec", "vllm", "vllm-mtp", "mtplx", "tensorfold",
 
 _PICKLES = (".pt", ".pth", ".bin")
 
-
 # Endings of the names of each loader's files, and whether ids stand in them in rank order.
 _FORMS: dict[Loader, tuple[tuple[str, ...], bool]] = {
     "sglang": (_PICKLES, True),
@@ -101,47 +100,38 @@ def ids_from_d2t(
     `d2t` has [draft_vocab] integers, `t2d` [target_vocab] booleans or 0 and 1. Raises VocabularyError for a map that is
     ambiguous, contradicts `t2d`, or holds duplicate or out-of-range ids.
     """
-    values = whole_numbers(np.asarray(d2t), "d2t")
-    if len(values) == 0:
+    rows = whole_numbers(np.asarray(d2t), "d2t")
+    if len(rows) == 0:
         raise VocabularyError("d2t: there are no rows.")
-    ids = values + np.arange(len(values), dtype=np.int64)
+    ids: dict[D2TForm, NDArray[np.int64]] = {"offset": rows + np.arange(len(rows), dtype=np.int64), "absolute": rows}
     if t2d is not None:
-        form = _form_by_mask(values, ids, np.asarray(t2d), target_vocab, form)
-    elif form is None and len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < target_vocab:
-        raise VocabularyError(
-            f"d2t: all {len(values)} values are distinct and valid as ids, so they may be ids or offsets (target_id = "
-            f"row + d2t[row]), and no t2d decides. Say which with --d2t-form absolute or offset{_WHERE_FORM}."
-        )
-    return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
+        form = _form_by_mask(ids, np.asarray(t2d), target_vocab, form)
+    elif form is None and len(np.unique(rows)) == len(rows) and rows.min() >= 0 and rows.max() < target_vocab:
+        doubt = "so they may be ids or offsets (target_id = row + d2t[row]), and no t2d decides"
+        advice = f"Say which with --d2t-form absolute or offset{_WHERE_FORM}."
+        raise VocabularyError(f"d2t: all {len(rows)} values are distinct and valid as ids, {doubt}. {advice}")
+    return check_ids(ids[form or "offset"], target_vocab, "d2t")
 
 
 def _form_by_mask(
-    values: NDArray[np.int64],
-    offset_ids: NDArray[np.int64],
-    mask: NDArray[Any],
-    target_vocab: int,
-    form: D2TForm | None,
+    ids: dict[D2TForm, NDArray[np.int64]], mask: NDArray[Any], target_vocab: int, form: D2TForm | None
 ) -> D2TForm:
-    """Return the form in which d2t gives the ids that t2d marks."""
+    """Return the form in which d2t gives the ids that t2d marks, of `ids` in either."""
     if mask.shape != (target_vocab,):
         raise VocabularyError(f"t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].")
     if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
         raise VocabularyError("t2d: expected a mask of booleans, or of 0 and 1.")
     expected = np.flatnonzero(mask)
-    candidates: dict[D2TForm, NDArray[np.int64]] = {"offset": offset_ids, "absolute": values}
-    fitting = [name for name, ids in candidates.items() if np.array_equal(np.sort(ids), expected)]
+    fitting = [name for name, values in ids.items() if np.array_equal(np.sort(values), expected)]
     if not fitting:
-        raise VocabularyError(
-            f"d2t and t2d disagree: t2d marks {len(expected)} ids, and the {len(values)} rows of d2t reach "
-            "them neither as offsets nor as absolute ids. The file is damaged, or its maps are of two models."
-        )
+        marked = f"t2d marks {len(expected)} ids, and the {len(ids['offset'])} rows of d2t"
+        problem = f"{marked} reach them neither as offsets nor as absolute ids"
+        raise VocabularyError(f"d2t and t2d disagree: {problem}. The file is damaged, or its maps are of two models.")
     if form is not None and form not in fitting:
         raise VocabularyError(f"--d2t-form {form} was given, but t2d shows the {fitting[0]} form.")
     if fitting == ["absolute"] and form is None:
-        raise VocabularyError(
-            "d2t holds absolute ids (t2d shows it), where engines expect offsets (target_id = row + d2t[row]). "
-            f"Accept it with --d2t-form absolute{_WHERE_FORM}."
-        )
+        problem = "absolute ids (t2d shows it), where engines expect offsets (target_id = row + d2t[row])"
+        raise VocabularyError(f"d2t holds {problem}. Accept it with --d2t-form absolute{_WHERE_FORM}.")
     return form or fitting[0]
 
 
@@ -157,11 +147,9 @@ def import_token_map(
     length of t2d is taken, else the tokenizer's size or the largest id + 1. With the target's tokenizer, warnings tell
     ids of no token, and forced ones that are left out. A list keeps its order, and of repeated ids the first place.
 
-    Raises:
-        UsageError: the name is empty, or `d2t_form` is given for a map that is no d2t.
-        TokenizerError: the file is of our own format, and was made with another tokenizer.
-        VocabularyError: missing, unreadable, a pickle that would run code, duplicates in a d2t, ids out of range, a d2t
-            in absolute or undecidable form.
+    Raises UsageError for an empty name, and for `d2t_form` of a map that is no d2t; TokenizerError for our own format,
+    made with another tokenizer; VocabularyError for a file that is missing, unreadable or would run code, for
+    duplicates in a d2t and ids out of range, and for a d2t in absolute or undecidable form.
     """
     check_named(path)
     path = Path(path)
@@ -178,20 +166,20 @@ def import_token_map(
 
 def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
     """Warn about ids that no token has, and about forced ids that are left out."""
-    known, found = vocab.provenance.get("tokenizer_hash"), list(vocab.warnings)
+    known, warnings = vocab.provenance.get("tokenizer_hash"), list(vocab.warnings)
     if known is not None:
         check_tokenizer(tokenizer, known, "the vocabulary")
-    beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
+    beyond = np.setdiff1d(vocab.target_ids, tokenizer.real_ids)
     if len(beyond):
         last = f"whose last is {tokenizer.vocab_size - 1} (padding rows, or another model's list)"
-        found.append(f"{len(beyond)} ids belong to no token of the tokenizer, {last}: {some_ids(beyond)}")
+        warnings.append(f"{len(beyond)} ids belong to no token of the tokenizer, {last}: {some_ids(beyond)}")
     forced = forced_ids(tokenizer)
-    missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)].tolist()
+    missing = np.setdiff1d(forced.ids, vocab.target_ids).tolist()
     if missing:
         why = [f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8]] + ["..."] * (len(missing) > 8)
         left_out = f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out"
-        found.append(f"{left_out}, so a draft stops before each of them: {'; '.join(why)}")
-    account: Provenance = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
+        warnings.append(f"{left_out}, so a draft stops before each of them: {'; '.join(why)}")
+    account: Provenance = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": warnings}
     target_vocab = vocab.target_vocab
     if vocab.is_size_inferred and tokenizer.vocab_size > target_vocab:
         target_vocab, account["target_vocab_from"] = tokenizer.vocab_size, "tokenizer"
@@ -200,7 +188,7 @@ def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
 
 def _vocabulary(source: dict[str, Any], path: Path, target_vocab: int | None, d2t_form: D2TForm | None) -> DraftVocab:
     provenance: Provenance = {"method": "token map", "file": path.name}
-    found: list[str] = []
+    warnings: list[str] = []
     if is_d2t := "d2t" in source:
         rows, t2d = whole_numbers(source["d2t"], "d2t"), source.get("t2d")
         if target_vocab is None and t2d is not None:
@@ -213,26 +201,24 @@ def _vocabulary(source: dict[str, Any], path: Path, target_vocab: int | None, d2
         named = re.fullmatch(r"freq_(\d+)", path.stem)
         if named and int(named[1]) != len(ids):
             holds = f"{int(named[1])} ids and holds {len(ids)}"
-            found.append(f"the file is named for {holds}: FR-Spec reads as many as its --V says")
+            warnings.append(f"the file is named for {holds}: FR-Spec reads as many as its --V says")
         _, first = np.unique(ids, return_index=True)
         again = np.delete(ids, first)
         if len(again) > len(first):
-            raise VocabularyError(
-                f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts. Give d2t, or ids."
-            )
+            problem = f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts"
+            raise VocabularyError(f"{problem}. Give d2t, or ids.")
         # FR-Spec's script repeats an id for tokenizers that add a BOS.
         if len(again):
             places = f"{len(ids)} entries, and again id {some_ids(again)}"
-            found.append(f"the token map has {places}; the first place counts, which leaves {len(first)} ids")
+            warnings.append(f"the token map has {places}; the first place counts, which leaves {len(first)} ids")
             ids = ids[np.sort(first)]
-        provenance["warnings"] = found
     if target_vocab is None:
         target_vocab = int(ids.max(initial=0)) + 1
         provenance["target_vocab_from"] = "largest id"
     ascends = bool(np.all(np.diff(ids) > 0))
     forms = ("d2t, rows in rank order", "d2t, rows ascending") if is_d2t else ("ids in rank order", "ids, ascending")
     provenance["form"] = forms[ascends]
-    provenance["warnings"] = [*found, *doubts_of_order(ids)]
+    provenance["warnings"] = [*warnings, *doubts_of_order(ids)]
     return DraftVocab(ids, 0, target_vocab, provenance, ranked=not (is_d2t and ascends))
 
 
@@ -276,18 +262,17 @@ def _read_text(path: Path) -> list[int]:
     """Read ids as text, separated by spaces, commas or the ends of lines; `#` begins a comment."""
     lines = read_text(path, VocabularyError).splitlines()
     rows = [row for line in lines if (row := line.partition("#")[0].replace(",", " ").split())]
-    parts = [part for row in rows for part in row]
-    for part in parts:
-        if not (part.isascii() and part.isdigit() and len(part) < 20):
-            raise VocabularyError(f"{path}: expected ids, found {part[:40]!r}.")
+    words = [word for row in rows for word in row]
+    for word in words:
+        if not (word.isascii() and word.isdigit() and len(word) < 20):
+            raise VocabularyError(f"{path}: expected ids, found {word[:40]!r}.")
     # A header may be numbers, too: pandas names a column of a series 0.
     if len(rows) > 1 and set(map(len, rows[1:] if len(rows) > 2 else rows)) in ({2}, {3}):
         raise VocabularyError(f"{path}: {len(rows[1])} numbers a line are a table. Put the ids alone on one line.")
-    return [int(part) for part in parts]
+    return [int(word) for word in words]
 
 
 def _read_array(path: Path) -> Any:
-    """Read a NumPy array; one of objects, which would be unpickled, is refused."""
     try:
         return np.load(path, allow_pickle=False)
     except Exception as error:  # of all kinds on a damaged header
@@ -316,12 +301,12 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "numpy") as file:
             names = list(file.keys())
-            found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
-            if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:
-                what = ", ".join(map(repr, found["d2t"] + found["t2d"])) or "neither d2t nor t2d"
+            by_name = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
+            if len(by_name["d2t"]) != 1 or len(by_name["t2d"]) > 1:
+                what = ", ".join(map(repr, by_name["d2t"] + by_name["t2d"])) or "neither d2t nor t2d"
                 raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}.")
-            d2t = file.get_tensor(found["d2t"][0])
-            t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
+            d2t = file.get_tensor(by_name["d2t"][0])
+            t2d = file.get_tensor(by_name["t2d"][0]) if by_name["t2d"] else None
     # numpy does not know bfloat16 and raises a TypeError.
     except (SafetensorError, OSError, TypeError) as error:
         raise VocabularyError(f"{path}: not a readable safetensors file: {error}.") from error
@@ -329,10 +314,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a `.pt` file without running anything in it; tensors become numpy arrays.
-
-    Raises VocabularyError where it is damaged, or holds more than lists and tensors.
-    """
+    """Read a `.pt` file of lists and tensors, given as arrays; VocabularyError for any other, of which nothing runs."""
     import torch
 
     def as_numpy(value: Any) -> Any:
@@ -371,10 +353,9 @@ def export_token_map(
     if loader == "fr-spec" and path.stem != f"freq_{vocab.size}":
         raise UsageError(f"{path}: --for fr-spec the name is freq_{vocab.size}.pt: FR-Spec finds the file by --V.")
     if is_ranked and not vocab.ranked:
-        raise UsageError(
-            f"--for {loader} ids are listed in rank order, but these come from a map in ascending order, which has "
-            "none. Rank them with counts first (`eagle-vocab rank --candidates`)."
-        )
+        problem = "ids are listed in rank order, but these come from a map in ascending order, which has none"
+        advice = "Rank them with counts first (`eagle-vocab rank --candidates`)."
+        raise UsageError(f"--for {loader} {problem}. {advice}")
     warnings = [_LIMITS[loader]] if loader in _LIMITS else []
     if loader == "sglang" and (target is None or target.tied is not False):
         if target is not None and target.tied:

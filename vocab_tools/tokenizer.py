@@ -83,10 +83,7 @@ class LoadedTokenizer:
     def with_chat_template(
         self, template: str | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> LoadedTokenizer:
-        """Return this tokenizer with a Jinja source in place of its chat templates, and variables for the template.
-
-        Raises UsageError for a variable that rendering itself sets.
-        """
+        """Return this tokenizer with another template, and variables for it; UsageError for one that rendering sets."""
         if reserved := {"messages", "add_generation_prompt"} & (kwargs or {}).keys():
             raise UsageError(f"--chat-template-kwargs: {reserved.pop()} is set by each rendering. Leave it out.")
         templates = self.chat_templates if template is None else {"default": template}
@@ -110,14 +107,13 @@ class LoadedTokenizer:
     @cached_property
     def configured_ids(self) -> tuple[tuple[int, str], ...]:
         """Ids that configuration files name as eos, bos or pad, each with its role; some may be of no token."""
-        found: list[tuple[int, str]] = []
+        configured: list[tuple[int, str]] = []
         for role in ("eos", "bos", "pad"):
             value = self.generation_config.get(f"{role}_token_id")
-            values = value if isinstance(value, list) else [value]
-            found += [(token_id, role) for token_id in values if type(token_id) is int]
-            if (token_id := self.backend.token_to_id(self.special_tokens.get(f"{role}_token", ""))) is not None:
-                found.append((token_id, role))
-        return tuple(found)
+            ids = value if isinstance(value, list) else [value]
+            named = self.backend.token_to_id(self.special_tokens.get(f"{role}_token", ""))
+            configured += [(token_id, role) for token_id in (*ids, named) if type(token_id) is int]
+        return tuple(configured)
 
     @cached_property
     def real_ids(self) -> NDArray[np.int64]:
@@ -161,13 +157,13 @@ class LoadedTokenizer:
     @cached_property
     def byte_of_id(self) -> dict[int, int]:
         """The tokens that stand for one byte: id to byte value, spelled in the byte alphabet or as `<0xNN>`."""
-        found: dict[int, int] = {}
+        byte_of_id: dict[int, int] = {}
         for text, token_id in self.vocab.items():
             if self.byte_level and text in _BYTE_OF_SYMBOL:
-                found[token_id] = _BYTE_OF_SYMBOL[text]
+                byte_of_id[token_id] = _BYTE_OF_SYMBOL[text]
             elif fallback := _BYTE_FALLBACK.fullmatch(text):
-                found[token_id] = int(fallback[1], 16)
-        return {token_id: byte for token_id, byte in sorted(found.items()) if token_id not in self.added_tokens}
+                byte_of_id[token_id] = int(fallback[1], 16)
+        return {token_id: byte for token_id, byte in sorted(byte_of_id.items()) if token_id not in self.added_tokens}
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token adds to the text (a SentencePiece "▁" is a space); b"" for an unknown id."""
@@ -189,10 +185,9 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
-    """Load a tokenizer with its chat template and generation settings from a Hub id, a folder or a tokenizer.json.
+    """Load a tokenizer, and what is beside it, from a Hub id (`offline`: the cache), a folder or a tokenizer.json.
 
-    `offline` uses the local cache only. Raises TokenizerError for one that is missing, gated, unreadable, or without a
-    tokenizer.json.
+    Raises TokenizerError for one that is missing, gated, unreadable, or without a tokenizer.json.
     """
     path = expand_home(source)
     if not str(source):
@@ -214,38 +209,31 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
-    """Check that the data named by `where`, which records `tokenizer_hash`, was made with a tokenizer.
-
-    Returns a warning where the data records no hash; raises TokenizerError where the hashes differ.
-    """
+    """Check the tokenizer of the data named by `where`: a warning without a hash, TokenizerError for another."""
     if tokenizer_hash is None:
         return [f"{where}: no tokenizer is recorded; the ids are taken to be those of {tokenizer.source}"]
     if tokenizer_hash != tokenizer.tokenizer_hash:
-        raise TokenizerError(
-            f"{where}: made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
-            f"{tokenizer.tokenizer_hash}. Name the one that was used then (--tokenizer), or count again with this one."
-        )
+        problem = f"expected {tokenizer_hash}, but {tokenizer.source} has {tokenizer.tokenizer_hash}"
+        advice = "Name the one that was used then (--tokenizer), or count again with this one."
+        raise TokenizerError(f"{where}: made with another tokenizer: {problem}. {advice}")
     return []
 
 
 def _wanted(names: Sequence[str], where: str) -> list[str]:
-    """Choose the files of a tokenizer among those of a repository."""
     templates = [name for name in names if name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")]
     return [name for name in names if name in (_TOKENIZER, _CONFIG, *_SIDE_FILES, *_TEMPLATES)] + templates
 
 
 def _load(source: str, file: Path, folder: Path | None, commit: str | None = None) -> LoadedTokenizer:
-    """Load a tokenizer file and, with a folder, what is beside it."""
     from tokenizers import Tokenizer
 
     def beside(name: str) -> dict[str, Any]:
         return read_object(folder / name, TokenizerError) if folder and (folder / name).is_file() else {}
 
     if not file.is_file():
-        raise TokenizerError(
-            f"{source}: no {_TOKENIZER}. Make one with transformers, where you trust the code of the repository: "
-            f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER."
-        )
+        way = f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER"
+        advice = f"Make one with transformers, where you trust the code of the repository: {way}."
+        raise TokenizerError(f"{source}: no {_TOKENIZER}. {advice}")
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
@@ -261,14 +249,9 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
         for file in (folder / "chat_template.jinja", *sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))):
             if file.is_file():
                 templates["default" if file.parent == folder else file.stem] = read_text(file, TokenizerError)
-    return LoadedTokenizer(
-        backend=backend,
-        source=source,
-        revision=commit,
-        chat_templates=templates,
-        special_tokens=_special_tokens(config, beside("special_tokens_map.json")),
-        generation_config=_generation_config(beside("generation_config.json"), beside("config.json")),
-    )
+    special_tokens = _special_tokens(config, beside("special_tokens_map.json"))
+    generation_config = _generation_config(beside("generation_config.json"), beside("config.json"))
+    return LoadedTokenizer(backend, source, commit, templates, special_tokens, generation_config)
 
 
 def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path) -> None:
@@ -294,17 +277,18 @@ def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Pat
             raise TokenizerError(f"{file}: {problem}. {advice}")
 
 
-def _chat_templates(found: Any, where: str) -> dict[str, str]:
+def _chat_templates(value: Any, where: str) -> dict[str, str]:
     """Return templates by name from a text, {name: text}, or [{"name": name, "template": text}]."""
-    if isinstance(found, str):
-        found = {"default": found}
-    elif isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
-        found = {entry.get("name"): entry.get("template") for entry in found}
-    found = {} if found is None else found
-    if not isinstance(found, dict) or not all(isinstance(text, str) for item in found.items() for text in item):
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        value = {entry.get("name"): entry.get("template") for entry in value}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for item in value.items() for text in item):
         form = '[{"name": "default", "template": "..."}]'
         raise TokenizerError(f"{where}: chat_template: expected a text, or several with their names, as in {form}.")
-    return found
+    return value
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:

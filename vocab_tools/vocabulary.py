@@ -67,17 +67,13 @@ class DraftVocab:
     """Target ids in rank order. Forced ids come first, so any prefix with all of them is a valid vocabulary.
 
     For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows ascend,
-    (0, 2, 7, 9).
+    (0, 2, 7, 9). Raises VocabularyError for empty, duplicate or out-of-range ids.
 
     Attributes:
         target_ids: rank order, unique, int64 [draft_vocab].
         num_forced: how many of the first ids every prefix must keep.
         target_vocab: size of the target's vocabulary, padding included.
-        provenance: JSON-ready account of how the ids were chosen.
         ranked: False when the order carries no rank (read from an ascending map): then no smaller prefix exists.
-
-    Raises:
-        VocabularyError: empty, duplicate or out-of-range ids.
     """
 
     target_ids: NDArray[np.int64]
@@ -143,10 +139,9 @@ class DraftVocab:
             expected = f"{max(self.num_forced, 1)} to {self.size} ids, {self.num_forced} of them forced"
             raise UsageError(f"A draft vocabulary of {size} was asked for: expected {expected}.")
         if not self.ranked:
-            raise UsageError(
-                f"A draft vocabulary of {size} was asked for: the {self.size} ids come from a map in ascending order, "
-                "which does not tell which matter most. Rank them with counts (`eagle-vocab rank --candidates`)."
-            )
+            problem = f"the {self.size} ids come from a map in ascending order, which does not tell which matter most"
+            advice = "Rank them with counts (`eagle-vocab rank --candidates`)."
+            raise UsageError(f"A draft vocabulary of {size} was asked for: {problem}. {advice}")
         return replace(self, target_ids=self.target_ids[:size])
 
     def for_target(self, target_vocab: int) -> DraftVocab:
@@ -158,8 +153,8 @@ class DraftVocab:
         if target_vocab == self.target_vocab and not self.is_size_inferred:
             return self
         if not self.is_size_inferred and abs(target_vocab - self.target_vocab) > MAX_PADDING:
-            found = f"a target vocabulary of {self.target_vocab}, but the target has {target_vocab}"
-            raise VocabularyError(f"Made for {found}.")
+            other = f"a target vocabulary of {self.target_vocab}, but the target has {target_vocab}"
+            raise VocabularyError(f"Made for {other}.")
         provenance = self.provenance.copy()
         provenance.pop("target_vocab_from", None)
         return replace(self, target_vocab=target_vocab, provenance=provenance)
@@ -198,9 +193,8 @@ class DraftVocab:
         if not is_native(value):
             raise VocabularyError(f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).")
         if (version := value.get("version")) != _VERSION:
-            raise VocabularyError(
-                f"{where}: format version {version!r}, but this eagle-slim reads {_VERSION}. Update it."
-            )
+            problem = f"format version {version!r}, but this eagle-slim reads {_VERSION}"
+            raise VocabularyError(f"{where}: {problem}. Update it.")
         expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
         for key, kind in expected.items():
             found = type(value.get(key))
@@ -226,10 +220,7 @@ def is_native(value: Any) -> bool:
 
 
 def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
-    """Return a flat list or array of integers as int64 [n].
-
-    Raises VocabularyError for floats, booleans, nested lists, and an integer that does not fit 64 bits.
-    """
+    """Return a flat list or array of integers as int64 [n]; VocabularyError for anything else."""
     if isinstance(values, (list, tuple)) and all(type(value) is int for value in values):
         try:
             return np.array(values, np.int64)
@@ -244,11 +235,11 @@ def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
 def uncounted_warning(vocab: DraftVocab) -> list[str]:
     """Warn if more than 1% of the ids, forced ids aside, never occur in the counted text: nothing ranks them."""
     uncounted = vocab.num_uncounted or 0
-    warning = (
-        f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
-        f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
-    )
-    return [warning] if uncounted > _MAX_UNCOUNTED_SHARE * vocab.size else []
+    if uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
+        return []
+    rare = f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside)"
+    advice = f"Count more text, or keep at most {vocab.size - uncounted:,} ids"
+    return [f"{rare}: they are ranked by id only. {advice}"]
 
 
 def lost_floors(vocab: DraftVocab, size: int) -> list[str]:
@@ -261,22 +252,19 @@ def lost_floors(vocab: DraftVocab, size: int) -> list[str]:
 
 def doubts_of_order(ids: NDArray[np.int64]) -> list[str]:
     """Warn about ids that ascend in all but a few places: a sorted list that was changed, not one in rank order."""
-    behind = np.flatnonzero(np.diff(ids) < 0) + 1
-    if len(ids) < _LONG or not 0 < len(behind) <= max(1, len(ids) // 100):
+    falls = np.flatnonzero(np.diff(ids) < 0) + 1
+    if len(ids) < _LONG or not 0 < len(falls) <= max(1, len(ids) // 100):
         return []
-    return [
-        f"the ids ascend but for {len(behind)} places (id {ids[behind[0]]} at position {behind[0]}): a sorted list "
-        "that was changed? A list in rank order does not ascend"
-    ]
+    places = f"{len(falls)} places (id {ids[falls[0]]} at position {falls[0]})"
+    return [f"the ids ascend but for {places}: a sorted list that was changed? A list in rank order does not ascend"]
 
 
 def padding_warning(size: int) -> list[str]:
     """Warn about a size that serving engines pad."""
-    warning = (
-        f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving engines pad "
-        f"it, and tensor parallelism needs a multiple (the next is {round_up(size)})"
-    )
-    return [warning] if size % ROUND_TO else []
+    if size % ROUND_TO == 0:
+        return []
+    why = f"serving engines pad it, and tensor parallelism needs a multiple (the next is {round_up(size)})"
+    return [f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but {why}"]
 
 
 def round_up(size: int) -> int:
@@ -294,10 +282,8 @@ def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
     """Warn if the first `size` of ascending ids are taken: many maps are stored sorted, not in rank order."""
     if size >= len(ids) or len(ids) < _LONG or bool((np.diff(ids) <= 0).any()):
         return []
-    return [
-        f"the {len(ids)} ids of the token map ascend, as in a map that was sorted: if they are not in rank order, its "
-        f"first {size} are only the lowest ids. Rank them with counts instead"
-    ]
+    doubt = f"if they are not in rank order, its first {size} are only the lowest ids. Rank them with counts instead"
+    return [f"the {len(ids)} ids of the token map ascend, as in a map that was sorted: {doubt}"]
 
 
 def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.int64]:
@@ -308,15 +294,12 @@ def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.in
     ids = whole_numbers(array, where)
     outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
     if len(outside):
-        raise VocabularyError(
-            f"{where}: id {int(ids[outside[0]])} at position {int(outside[0])} is outside the target's vocabulary of "
-            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?"
-        )
+        first = f"id {ids[outside[0]]} at position {outside[0]}"
+        problem = f"{first} is outside the target's vocabulary of {target_vocab} ({len(outside)} such ids)"
+        raise VocabularyError(f"{where}: {problem}. Is this map for another model?")
     order = np.argsort(ids, kind="stable")
     repeated = order[1:][ids[order][1:] == ids[order][:-1]]
     if len(repeated):
-        position = int(repeated.min())
-        raise VocabularyError(
-            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates)."
-        )
+        again = f"id {ids[repeated.min()]} appears again at position {repeated.min()}"
+        raise VocabularyError(f"{where}: {again} ({len(repeated)} duplicates).")
     return ids

@@ -40,10 +40,7 @@ MAX_REPORTS = 10
 
 @dataclass(frozen=True)
 class CountPlan:
-    """Everything a worker needs; picklable, with sources without files and tables.
-
-    Bad records are left out with `skip_bad`, else the first of a block ends it.
-    """
+    """Everything a worker needs, picklable. Bad records are left out with `skip_bad`, else the first ends its block."""
 
     encoder: EncoderSpec
     chat: ChatSpec | None
@@ -95,10 +92,7 @@ def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
 
 
 class BlockCounter:
-    """Counts blocks; holds the tokenizer and the chat template, so one per process.
-
-    Its methods raise CorpusError where the input cannot be read.
-    """
+    """Counts blocks; holds the tokenizer and the chat template, so one per process. Raises CorpusError."""
 
     def __init__(self, plan: CountPlan) -> None:
         self._plan = plan
@@ -120,7 +114,6 @@ class BlockCounter:
         return total
 
     def _tally(self, records: Iterable[tuple[int, list[Piece] | BadRecord, int]]) -> Tally:
-        """Encode records of `documents`, count them, and hold out a share."""
         hashed: list[tuple[int, list[Piece]]] = []
         bad: list[tuple[int, str]] = []
         for number, document, key in records:
@@ -131,24 +124,19 @@ class BlockCounter:
             if not self._plan.skip_bad:
                 break
         documents = [document for _, document in hashed]
-        found, vocab_size = self._encode_pieces(documents), self._plan.encoder.vocab_size
-        counts = np.bincount(found.token_ids, minlength=vocab_size)
-        keys, present = np.array([key for key, _ in hashed], np.uint64), np.diff(found.offsets) > 0
+        encoded, vocab_size = self._encode_pieces(documents), self._plan.encoder.vocab_size
+        token_ids, offsets = encoded.token_ids, encoded.offsets
+        counts = np.bincount(token_ids, minlength=vocab_size)
+        keys, present = np.array([key for key, _ in hashed], np.uint64), np.diff(offsets) > 0
         chosen = np.flatnonzero((draws(keys, 2 * self._plan.seed) < self._plan.held_out) & present)
-        held_out = [found.token_ids[found.offsets[at] : found.offsets[at + 1]].astype(np.int32) for at in chosen]
+        held_out = [token_ids[offsets[at] : offsets[at + 1]].astype(np.int32) for at in chosen]
         if held_out:
             counts -= np.bincount(np.concatenate(held_out), minlength=vocab_size)
-        return Tally(
-            counts,
-            held_out,
-            documents=int(present.sum()),
-            tokens=len(found.token_ids),
-            empty=int((~present).sum()),
-            skipped=len(bad),
-            apart=sum(piece.is_apart for pieces in documents for piece in pieces),
-            digest=int(keys.sum(dtype=np.uint64)),
-            bad=tuple(bad[:MAX_REPORTS]),
-        )
+        tally = Tally(counts, held_out, documents=int(present.sum()), tokens=len(token_ids), skipped=len(bad))
+        tally.empty = len(documents) - tally.documents
+        tally.apart = sum(piece.is_apart for pieces in documents for piece in pieces)
+        tally.digest, tally.bad = int(keys.sum(dtype=np.uint64)), tuple(bad[:MAX_REPORTS])
+        return tally
 
     def documents(self, source: int, block: Block) -> Iterator[tuple[int, list[Piece] | BadRecord, int]]:
         """Yield the number of each sampled record, its text or turns as pieces, and its hash; or a BadRecord."""
@@ -160,16 +148,16 @@ class BlockCounter:
             try:
                 if opened.kind == "chat":
                     messages = normalise_messages(value)
-                    told = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
+                    text = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
                 elif isinstance(value, str):
-                    told = value
+                    text = value
                 else:
                     raise ChatError(f"expected a string, found {kind_of(value)}")
-                key = xxh3_64_intdigest(told.encode())
+                key = xxh3_64_intdigest(text.encode())
                 if share is not None and draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] >= share:
                     continue
                 if opened.kind == "text":
-                    pieces = [Piece(told)]
+                    pieces = [Piece(text)]
                 elif opened.source.roles == "all":
                     pieces = self._renderer.all_pieces(messages)
                 else:
@@ -182,7 +170,6 @@ class BlockCounter:
                 yield number, pieces, key
 
     def _encode_pieces(self, documents: Sequence[list[Piece]]) -> Encoded:
-        """Encode the pieces of each document, and keep the tokens that count."""
         pieces = [piece for document in documents for piece in document]
         encoded = encode_all(self._encode, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
@@ -234,8 +221,8 @@ def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
     try:
         pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
     except OSError as error:
-        told = f"Worker processes need /dev/shm ({error.strerror}). Count in one process with --workers 0."
-        raise EagleSlimError(told) from error
+        problem = f"Worker processes need /dev/shm ({error.strerror})"
+        raise EagleSlimError(f"{problem}. Count in one process with --workers 0.") from error
 
     def count(source: int, opened: OpenSource) -> Iterator[Counted]:
         blocks = in_order(opened.blocks(), lambda block: pool.submit(_work, source, block), 2 * num_workers + 1)

@@ -28,11 +28,8 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
     The archive of `torch.save`, whose import takes longer than many a conversion, with a fixed name and time.
     Format: `torch/serialization.py`, `_save`; `caffe2/serialize/inline_container.h`.
     """
-    records = {
-        "data.pkl": pickle.dumps([int(token_id) for token_id in rank_order_ids], protocol=2),
-        "byteorder": b"little",
-        "version": b"3\n",
-    }
+    pickled = pickle.dumps([int(token_id) for token_id in rank_order_ids], protocol=2)
+    records = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in records.items():

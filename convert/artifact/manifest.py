@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,9 +27,9 @@ FORMAT_VERSION = 1
 Flavour = Literal["default", "sglang", "lmdeploy"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The manifest as Python values, by the keys that FORMAT.md describes.
+    """The manifest as Python values, by the keys that FORMAT.md describes and in their order.
 
     Attributes:
         rank_order_ids: int64 [draft_vocab], target ids in rank order; None for a full vocabulary. The rank of a row is
@@ -38,24 +38,24 @@ class Manifest:
         tap_layers: inputs of these layers of the target; None for the default of all engines.
     """
 
+    tool: dict[str, str]
     kind: HeadKind
     flavour: Flavour
-    tool: dict[str, str]
     draft_vocab: int
     target_vocab: int
     num_forced: int
-    rank_order_ids: NDArray[np.int64] | None
-    row_checksums: NDArray[np.uint8] | None
     head: dict[str, Any]
     target: dict[str, Any]
     lm_head: dict[str, Any] | None
     tokenizer: dict[str, Any] | None
-    vocabulary: dict[str, Any] | None
     tap_layers: tuple[int, ...] | None
     coverage: dict[str, Any] | None
-    dropped: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    dropped: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    vocabulary: dict[str, Any] | None
+    rank_order_ids: NDArray[np.int64] | None
+    row_checksums: NDArray[np.uint8] | None
 
     @property
     def ranks(self) -> DraftVocab | None:
@@ -97,9 +97,8 @@ class Manifest:
             "rank_order_ids": None if self.rank_order_ids is None else self.rank_order_ids.tolist(),
             "row_checksums": None if self.row_checksums is None else encode_checksums(self.row_checksums),
         }
-        found = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION}
-        found |= {key: arrays[key] if key in arrays else getattr(self, key) for key in _TYPES}
-        return found
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | arrays
+        return {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **values}
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: indented to be read, with lists of plain values on one line."""
@@ -118,31 +117,28 @@ class Manifest:
         except ValueError as error:
             raise _broken(path, "it holds NaN or Infinity, which are no JSON") from error
         _check(value, path)
-        rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
-        arrays, taps = dict[str, Any](warnings=tuple(value["warnings"])), value["tap_layers"]
+        taps, ranked = value["tap_layers"], value["rank_order_ids"]
+        arrays = dict[str, Any](warnings=tuple(value["warnings"]))
         arrays["tap_layers"] = None if taps is None else tuple(taps)
-        if ranked is not None:
-            if len(ranked) != rows or not all(type(each) is int and 0 <= each < vocab for each in ranked):
-                raise _broken(path, f"rank_order_ids: expected {rows} ids below {vocab}, found {len(ranked)} entries")
-            if not 0 <= value["num_forced"] <= rows:
-                raise _broken(path, f"num_forced is {value['num_forced']} of {rows} ids")
-            arrays["rank_order_ids"] = np.array(ranked, np.int64)
+        arrays["rank_order_ids"] = None if ranked is None else np.array(ranked, np.int64)
         if value["row_checksums"] is not None:
             try:
-                arrays["row_checksums"] = decode_checksums(value["row_checksums"], rows)
+                arrays["row_checksums"] = decode_checksums(value["row_checksums"], value["draft_vocab"])
             except ValueError as error:
                 raise _broken(path, f"row_checksums: {error}") from error
         return cls(**{key: value[key] for key in _TYPES} | arrays)
 
 
 _TYPES: dict[str, Any] = {
-    "tool": dict, "kind": str, "flavour": str, "draft_vocab": int, "target_vocab": int, "num_forced": int, "head": dict,
-    "target": dict, "lm_head": dict | None, "tokenizer": dict | None, "tap_layers": list | None,
-    "coverage": dict | None, "warnings": list, "dropped": dict, "files": dict, "vocabulary": dict | None,
-    "rank_order_ids": list | None, "row_checksums": str | None,
-}  # fmt: skip
-"""Keys of the file in their order, with the types that JSON gives them."""
-
+    **dict.fromkeys(("kind", "flavour"), str),
+    **dict.fromkeys(("draft_vocab", "target_vocab", "num_forced"), int),
+    **dict.fromkeys(("tool", "head", "target", "dropped", "files"), dict),
+    **dict.fromkeys(("lm_head", "tokenizer", "coverage", "vocabulary"), dict | None),
+    **dict.fromkeys(("tap_layers", "rank_order_ids"), list | None),
+    "warnings": list,
+    "row_checksums": str | None,
+}
+"""Types that JSON gives the keys."""
 
 _NAMES = ("name", "repo_id", "revision")
 _TEXTS = (
@@ -182,6 +178,11 @@ def _check(value: dict[str, Any], path: Path) -> None:
         raise _broken(path, f"draft_vocab is {rows} of a target_vocab of {vocab}")
     if ranked is None and rows < vocab:
         raise _broken(path, f"rank_order_ids: expected {rows} ids, found none")
+    if ranked is not None:
+        if len(ranked) != rows or not all(type(each) is int and 0 <= each < vocab for each in ranked):
+            raise _broken(path, f"rank_order_ids: expected {rows} ids below {vocab}, found {len(ranked)} entries")
+        if not 0 <= value["num_forced"] <= rows:
+            raise _broken(path, f"num_forced is {value['num_forced']} of {rows} ids")
 
 
 def _problem_of_vocabulary(vocabulary: Any) -> str | None:

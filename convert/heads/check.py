@@ -12,8 +12,6 @@ from .config import EMBEDDING_TRAINED_KEY
 from .draft_head import LazyTensors
 from .taps import TAPS_FLAG, could_be_inputs, layer_ids, tap_layers, uses_aux_layers
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 def check_dtypes(tensors: LazyTensors, where: str) -> None:
     """Raise UnsupportedHeadError unless every tensor but the maps is bf16, fp16 or fp32; MismatchError for a scalar."""
@@ -40,8 +38,7 @@ def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> lis
 def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
     """Check an EAGLE-3 head's layer, put into the configuration what only the tensors tell, and return warnings.
 
-    Raises CheckpointError where one of the norms of q and k is missing, MismatchError where shapes, biases or widths
-    disagree, UnsupportedHeadError for an `fc.bias` that is not zero.
+    Raises CheckpointError, MismatchError, and UnsupportedHeadError for an `fc.bias` that is not zero.
     """
     hidden = config["hidden_size"]
     target_hidden = config.get("target_hidden_size") or hidden
@@ -65,27 +62,24 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
         raise UnsupportedHeadError.at(where, f"fc.bias is not zero; {problem}.\n{advice}")
     warnings = _settle_num_layers(config, 1)
     if config.get(EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
-        warnings.append(
-            f"{EMBEDDING_TRAINED_KEY} says that the embedding was trained, but the file has none: the "
-            "target's is used, so fewer drafts may be accepted"
-        )
+        loss = "but the file has none: the target's is used, so fewer drafts may be accepted"
+        warnings.append(f"{EMBEDDING_TRAINED_KEY} says that the embedding was trained, {loss}")
     config["tie_word_embeddings"] = False
     return warnings
 
 
 def _settle_num_layers(config: dict[str, Any], layers: int) -> list[str]:
     """Write the layers that the file has, with a warning: engines build as many as said, and leave some unfilled."""
-    said, config["num_hidden_layers"] = config.get("num_hidden_layers"), layers
-    return [] if said in (None, layers) else [f"num_hidden_layers was {said}; the head has {layers}, which is written"]
+    old, config["num_hidden_layers"] = config.get("num_hidden_layers"), layers
+    return [] if old in (None, layers) else [f"num_hidden_layers was {old}; the head has {layers}, which is written"]
 
 
 def settle_taps(
     tensors: LazyTensors, config: Mapping[str, Any], where: str, given: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Find the target layers whose inputs an EAGLE-3 head reads, as far as known without the target (`DraftHead.taps`).
+    """Find the layers whose inputs an EAGLE-3 head reads, as known without the target (`DraftHead.taps`).
 
-    Raises CheckpointError without `fc.weight`; MismatchError where `fc` or the norms before it take another number of
-    layers than config.json names, or the layers cannot be known.
+    Raises CheckpointError without `fc.weight`, MismatchError where it or config.json tells other layers, or none.
     """
     hidden = config["hidden_size"]
     target_hidden = config.get("target_hidden_size") or hidden
@@ -116,16 +110,16 @@ def settle_taps(
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         problem = f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head."
         raise MismatchError.at(where, problem)
-    expected: Shapes = dict.fromkeys(norms, (target_hidden,))
-    check_shapes(tensors, expected | {"input_norm.weight": (count * target_hidden,)}, where)
     input_norms = [name for name in tensors if name == "input_norm.weight"]
-    for flag, found in (("norm_before_fc", input_norms), ("fc_norm", norms)):
-        if bool(config.get(flag)) != bool(found):
-            raise _wrong_flag(flag, config.get(flag), found, where)
+    expected = {**dict.fromkeys(norms, (target_hidden,)), **dict.fromkeys(input_norms, (count * target_hidden,))}
+    check_shapes(tensors, expected, where)
+    for flag, present in (("norm_before_fc", input_norms), ("fc_norm", norms)):
+        if bool(config.get(flag)) != bool(present):
+            raise _wrong_flag(flag, config.get(flag), present, where)
     return taps
 
 
-def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:
+def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> dict[str, tuple[int, ...]]:
     """List the shapes of all tensors that a decoder layer may have; `inputs`: columns of the q, k and v projections."""
     hidden, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim

@@ -39,14 +39,10 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi
 _SWITCHES = ("parallel_attn", "use_parallel_residual")
 _NEUTRAL = {**dict.fromkeys((*_SCALES, *_FACTORS), 1.0), **dict.fromkeys((*_CAPS, *_SWITCHES), 0.0)}
 
-# Flags that change the layer's computation, each with the other names that trainers give it.
-_NORM_FLAGS = {
-    "norm_before_residual": (),
-    "norm_before_fc": (),
-    "fc_norm": ("use_aux_norm",),
-    "norm_output": ("return_hidden_post_norm",),
-}
-_FLAGS = (*_NORM_FLAGS, "use_aux_hidden_state", "tie_word_embeddings", EMBEDDING_TRAINED_KEY)
+# Flags that change the layer's computation, and other names that trainers give two of them.
+_NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SYNONYMS = {"use_aux_norm": "fc_norm", "return_hidden_post_norm": "norm_output"}
+_FLAGS = (*_NORM_FLAGS, *_SYNONYMS, "use_aux_hidden_state", "tie_word_embeddings", EMBEDDING_TRAINED_KEY)
 
 # Those of transformers, and vLLM's of one model each (`rotary_embedding/__init__.py`).
 _COMMON = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "ntk")
@@ -79,7 +75,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
     flatten_rope(config, where)
     settle_window(config, where)
-    for key in (*_FLAGS, *(name for others in _NORM_FLAGS.values() for name in others)):
+    for key in _FLAGS:
         # "false" as text would count as set.
         for flag in (section(config, place).get(key) for place in ("", "eagle_config")):
             if not isinstance(flag, bool | None):
@@ -87,9 +83,9 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     # vLLM and SGLang read these flags at top level and know no other name; of norm_before_fc they believe eagle_config
     # first, and TensorRT-LLM reads it there alone.
     eagle_config = section(config, "eagle_config")
-    for flag, others in _NORM_FLAGS.items():
-        if any(config.get(name) or eagle_config.get(name) for name in (flag, *others)):
-            config[flag] = True
+    for name in (*_NORM_FLAGS, *_SYNONYMS):
+        if config.get(name) or eagle_config.get(name):
+            config[_SYNONYMS.get(name, name)] = True
     if config.get("norm_before_fc"):
         config["eagle_config"] = {**eagle_config, "norm_before_fc": True}
     drop_empty_taps(config)
@@ -101,10 +97,9 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         is_size = type(value) is int and 0 < value < 2**31
         if not is_size and (key in _REQUIRED_SIZES or value is not None):
             raise MismatchError.of_key(where, key, "a positive integer below 2^31", value)
-    heads: int = config["num_attention_heads"]
     defaults = {
-        "num_key_value_heads": heads,
-        "head_dim": config["hidden_size"] // heads,
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
         # Those of transformers' LlamaConfig.
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -131,19 +126,19 @@ def unread_warnings(config: Mapping[str, Any]) -> list[str]:
     and SGLang build a plain Llama layer, and with them eagle-generate.
     """
     head_dim, changing = config["head_dim"], []
-    own = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
-    for key, value in {**_NEUTRAL, **own, "dim_model_base": config["hidden_size"]}.items():
-        found = value if config.get(key) is None else config[key]
-        is_number = isinstance(found, int | float) and not abs(found) > 1e300
-        if not is_number or not math.isclose(found, value, rel_tol=1e-3):
+    by_size = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    for key, neutral in {**_NEUTRAL, **by_size, "dim_model_base": config["hidden_size"]}.items():
+        value = neutral if config.get(key) is None else config[key]
+        is_number = isinstance(value, int | float) and not abs(value) > 1e300
+        if not is_number or not math.isclose(value, neutral, rel_tol=1e-3):
             changing.append(key)
     # Of the target's layers, from which it was copied, the first counts; 0 means that it is not rotated.
     rotated = config.get("no_rope_layers")
     changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
     changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
-    said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
+    settings = ", ".join(f"{key} = {config[key]!r}" for key in changing)
     what = "engines and eagle-generate draft without this, so a head that was trained with it has fewer drafts accepted"
-    return [f"{said}: {what}"] if changing else []
+    return [f"{settings}: {what}"] if changing else []
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,8 +157,8 @@ def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
 
 def _over(nested: Mapping[str, Any], outer: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
     """Put the keys of an object, but for some, over those of one inside it; null, which says nothing, gives way."""
-    said = {key: value for key, value in outer.items() if key not in without and not (value is None and key in nested)}
-    return {**nested, **said}
+    kept = {key: value for key, value in outer.items() if key not in without and not (value is None and key in nested)}
+    return {**nested, **kept}
 
 
 def metadata_target(source: Mapping[str, Any]) -> str | None:
@@ -174,10 +169,10 @@ def metadata_target(source: Mapping[str, Any]) -> str | None:
 
 def says_dflash(source: Mapping[str, Any]) -> bool:
     """Tell whether a configuration is that of a DFlash or DSpark draft of a form that is converted (`dflash.py`)."""
-    form, found = source.get("speculators_model_type"), source.get("architectures")
+    form, architectures = source.get("speculators_model_type"), source.get("architectures")
     if form is not None:
         return form in ("dflash", "dspark")
-    return isinstance(found, list) and found[:1] in (["DFlashDraftModel"], ["Qwen3DSparkModel"])
+    return isinstance(architectures, list) and architectures[:1] in (["DFlashDraftModel"], ["Qwen3DSparkModel"])
 
 
 def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
@@ -185,10 +180,10 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     found = source.get("architectures")
     architectures = found if isinstance(found, list) else [found]
     kind = source.get("speculators_model_type")
-    said = " ".join(map(str, [*architectures, source.get("model_type"), kind])).lower().replace("_", "")
+    words = " ".join(map(str, [*architectures, source.get("model_type"), kind])).lower().replace("_", "")
     for draft in names.OTHER_DRAFTS:
         is_converted = draft in ("dflash", "dspark") and says_dflash(source)
-        if draft != "model" and draft in said and not is_converted:
+        if draft != "model" and draft in words and not is_converted:
             raise names.other_draft(draft, where)
     problem = None
     for key in _OTHER_FORM_FLAGS:
@@ -198,10 +193,8 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
         problem = f"speculators_model_type {kind!r} is not converted.\nExpected 'eagle3'."
     for place in ("", "text_config", "transformer_layer_config", "eagle_config"):
         if (method := quantisation(section(source, place).get("quantization_config"))) is not None:
-            problem = (
-                f"the head is quantised ({method}); its rows are not defined without their scales.\n"
-                "Convert the unquantised head, then quantise the result."
-            )
+            problem = f"the head is quantised ({method}); its rows are not defined without their scales.\n"
+            problem += "Convert the unquantised head, then quantise the result."
     if problem is not None:
         raise UnsupportedHeadError.at(where, problem)
 

@@ -38,8 +38,7 @@ def settle_dflash(
 ) -> tuple[int, ...]:
     """Check a draft's tensors and mask token, and find the layers of the target whose inputs it reads.
 
-    `config` is normalised, with both vocabularies settled. Raises MismatchError where shapes, widths or numbers of
-    layers disagree, config.json names no layers, or others than `given`, or a mask token is outside the vocabulary.
+    `config` is normalised, with both vocabularies settled. Raises MismatchError for what does not fit together.
     """
     taps = tap_layers(merged, where)
     if taps is None:

@@ -141,17 +141,14 @@ class DraftHead:
         return replace(self, config={**self.config, "vocab_size": vocab})
 
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
-        """Find the layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
-
-        Raises MismatchError for a configuration that contradicts itself, or names a layer that the target has not.
-        """
+        """Find the layers of a target whose inputs the head reads, None for the default of engines; MismatchError."""
         taps = self.tap_layers
         if self.kind == "eagle3" and taps:
             taps = tap_layers(self.config, self.location, num_layers)
         if num_layers is not None and taps != () and self.kind != "eagle":
-            found = default_taps(num_layers) if taps is None else taps
-            if not all(0 <= layer <= num_layers for layer in found):
-                problem = f"layers {list(found)} of the target are to be read, and it has {num_layers}"
+            layers = default_taps(num_layers) if taps is None else taps
+            if not all(0 <= layer <= num_layers for layer in layers):
+                problem = f"layers {list(layers)} of the target are to be read, and it has {num_layers}"
                 problem += f": 0 to {num_layers - 1} for their inputs, {num_layers} for the output of the last."
                 advice = "Name the right layers with --tap-layers, or the right target with --target."
                 raise MismatchError.at(self.location, f"{problem}\n{advice}")

@@ -58,12 +58,9 @@ def open_head(
             `vocab_tools.token_maps` and refuses the absolute form.
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
-    Raises:
-        UsageError: a sub-folder that would lead out.
-        SourceError: the folder or repository cannot be had, or has no such sub-folder.
-        CheckpointError: a damaged, incomplete or unsafe weights file.
-        UnsupportedHeadError: a kind of head, or a tensor, that is not converted.
-        MismatchError: configuration and tensors disagree, or a map breaks its rules.
+    Raises as `open_head_source`; CheckpointError for damaged, incomplete or unsafe weights, UnsupportedHeadError for a
+    head or a tensor that is not converted, MismatchError where configuration and tensors disagree, or a map breaks its
+    rules.
     """
     if not isinstance(source, ResolvedSource):
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
@@ -148,10 +145,8 @@ def head_from_checkpoint(
     if table.kind == "eagle3":
         warnings += check_eagle3(tensors, flat, location)
         if d2t_form == "auto" and ids is not None and t2d is None and (ids == np.arange(len(ids))).all():
-            warnings.append(
-                f"d2t is all zero, so the rows are those of the first {len(ids)} ids; a trainer whose map was never "
-                "set leaves zeros too, and there is no t2d that shows which it is"
-            )
+            doubt = "a trainer whose map was never set leaves zeros too, and there is no t2d that shows which it is"
+            warnings.append(f"d2t is all zero, so the rows are those of the first {len(ids)} ids; {doubt}")
         if names.FC_BIAS in tensors:
             table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
         taps = settle_taps(tensors, flat, location, tap_layers)
@@ -200,10 +195,9 @@ def _target_ids(
         return None
     mask = None if t2d is None else t2d.astype(bool)
     try:
-        ids = ids_from_d2t(d2t, t2d=mask, form=None if form == "auto" else form, target_vocab=vocab)
+        return ids_from_d2t(d2t, t2d=mask, form=None if form == "auto" else form, target_vocab=vocab)
     except VocabularyError as error:
         raise MismatchError.at(where, f"{error}") from error
-    return np.asarray(ids, dtype=np.int64)
 
 
 def _integers(tensors: LazyTensors, name: str, where: str) -> _Vector:

@@ -60,9 +60,9 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
             shift = 0
         readings[key] = tuple(layer + shift for layer in layers)
     if len(set(readings.values())) > 1:
-        said = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
+        listed = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
         ask = "Name the target, whose number of layers may tell, or say" if num_layers is None else "Say"
-        problem = f"the keys that name the layers which the head reads disagree: {said}"
+        problem = f"the keys that name the layers which the head reads disagree: {listed}"
         raise MismatchError.at(where, f"{problem}.\n{ask} which with {TAPS_FLAG}.")
     return next(iter(readings.values()), None)
 
@@ -76,10 +76,9 @@ def could_be_inputs(config: Mapping[str, Any]) -> int | None:
 def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
     """Set both keys so that vLLM and SGLang capture the inputs of the same `layers`, and remove all others."""
     named = {(place, name) for place, name, _ in _named(config)}
-    kept, nested = (
-        {name: value for name, value in section(config, place).items() if (place, name) not in named}
-        for place in ("", "eagle_config")
-    )
+    eagle_config = section(config, "eagle_config")
+    kept = {name: value for name, value in config.items() if ("", name) not in named}
+    nested = {name: value for name, value in eagle_config.items() if ("eagle_config", name) not in named}
     outputs = [layer - 1 for layer in layers]
     return {**kept, AUX_LAYER_KEY: list(layers), "eagle_config": {**nested, AUX_LAYER_KEY: outputs}}
 

@@ -26,10 +26,7 @@ _SHORT_NAMES = {long_name: name for name, long_name in LONG_NAMES.items()}
 
 
 class TorchFile:
-    """A file of `torch.save`: a zip archive, whose tensors are mapped, or torch's format before 1.6, read whole.
-
-    Raises CheckpointError: the file is damaged, would run code when unpickled, or holds not only dense tensors by name.
-    """
+    """A file of `torch.save`, of which nothing runs: a zip archive, mapped, or torch's old format; CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

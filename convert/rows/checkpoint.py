@@ -54,10 +54,7 @@ class Checkpoint:
         return cls(where or str(file.path), dict.fromkeys(file.tensors, file))
 
     def expect(self, header_sha256: str, tensors: Mapping[str, str]) -> None:
-        """Hold the one safetensors file against SHA-256 checksums: its header now, each tensor when it is first taken.
-
-        Raises CheckpointError, now or later, where one differs.
-        """
+        """Hold the one safetensors file against SHA-256s: its header now, tensors when first taken; CheckpointError."""
         file, *others = self.files
         with file.path.open("rb") as opened:
             header = opened.read(file.data_offset if isinstance(file, SafetensorsFile) else 0)
@@ -85,8 +82,8 @@ class Checkpoint:
     def file_of(self, name: str) -> WeightsFile:
         """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
         if name not in self._file_of:
-            held = shorten(sorted(self._file_of)[:12], 400)
-            raise CheckpointError.at(self.where, f"no tensor {shorten(name)}; it holds {held}.")
+            names = shorten(sorted(self._file_of)[:12], 400)
+            raise CheckpointError.at(self.where, f"no tensor {shorten(name)}; it holds {names}.")
         return self._file_of[name]
 
     def info(self, name: str) -> TensorInfo:
@@ -94,17 +91,11 @@ class Checkpoint:
         return self.file_of(name).tensors[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype of `files.LONG_NAMES`.
-
-        Raises CheckpointError where there is none of that name.
-        """
+        """Read a whole tensor into new memory, bit for bit, in its own dtype; CheckpointError where there is none."""
         return self._tensor(name, self.array(name).copy(), self.info(name).shape)
 
     def rows(self, name: str, ids: ArrayLike) -> torch.Tensor:
-        """Gather rows `ids` [rows] of a tensor [all_rows, ...] in that order: [rows, ...], bit for bit, in new memory.
-
-        Raises CheckpointError as `tensor`, or where an id is outside the tensor.
-        """
+        """Gather rows `ids` of a tensor in that order, bit for bit: [rows, ...]; CheckpointError for an id outside."""
         wanted, info = np.asarray(ids, np.int64), self.info(name)
         outside = wanted[(wanted < 0) | (wanted >= info.num_rows)]
         if len(outside):
@@ -114,12 +105,12 @@ class Checkpoint:
 
     def array(self, name: str) -> Bytes:
         """Return a whole tensor as uint8 [rows, row_bytes], read-only where it is mapped; a scalar is one row."""
-        found = self.file_of(name).array(name)
+        array = self.file_of(name).array(name)
         if (expected := self._unchecked.get(name)) is not None:
-            if sha256_of(found.reshape(-1).data) != expected:
+            if sha256_of(array.reshape(-1).data) != expected:
                 raise damaged(self.where, f"{shorten(name)} is not as the manifest beside it records")
             del self._unchecked[name]
-        return found
+        return array
 
     def pieces(self, name: str, ids: NDArray[np.int64] | None = None) -> Iterator[Bytes]:
         """Yield a tensor, or its rows `ids` in that order, as uint8 [n, row_bytes] of at most 2 MiB, bit for bit."""
@@ -160,30 +151,27 @@ class SourceRows:
         return self.source.info(self.name).dtype != self.dtype
 
     def pieces(self) -> Iterator[Bytes]:
-        """Yield the rows in order, uint8 [n, row_bytes].
-
-        Raises CheckpointError for a row with NaN or infinity, MismatchError for a value too large for the dtype.
-        """
-        found, start = self.source.info(self.name).dtype, 0
+        """Yield rows, uint8 [n, row_bytes]; CheckpointError for NaN or infinity, MismatchError for an overflow."""
+        stored, start = self.source.info(self.name).dtype, 0
         for rows in self.source.pieces(self.name, self.row_ids):
-            if (row := first_nonfinite_row(rows, found)) is not None:
+            if (row := first_nonfinite_row(rows, stored)) is not None:
                 problem = f"{self._place(start + row)} holds NaN or infinity"
                 raise CheckpointError(f"{problem}.\nThe checkpoint is damaged: fetch it again.")
             if self.rounded:
-                rows = rounded(rows, found, self.dtype)
+                rows = rounded(rows, stored, self.dtype)
                 if (row := first_nonfinite_row(rows, self.dtype)) is not None:
                     problem = f"{self._place(start + row)} holds a value too large for {LONG_NAMES[self.dtype]}"
-                    raise MismatchError(f"{problem}.\nConvert a head in the target's dtype, {LONG_NAMES[found]}.")
+                    raise MismatchError(f"{problem}.\nConvert a head in the target's dtype, {LONG_NAMES[stored]}.")
             start += len(rows)
             yield rows
 
     def differing(self, written: Bytes) -> NDArray[np.int64]:
         """Return which rows are not those of `written`, uint8 [rows, row_bytes]: int64 [n]; raises as `pieces`."""
-        start, found = 0, []
+        start, different = 0, []
         for rows in self.pieces():
-            found.append(start + np.flatnonzero((written[start : start + len(rows)] != rows).any(axis=1)))
+            different.append(start + np.flatnonzero((written[start : start + len(rows)] != rows).any(axis=1)))
             start += len(rows)
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        return np.concatenate([np.zeros(0, np.int64), *different])
 
     def _place(self, row: int) -> str:
         token = f"row {row}" if self.target_ids is None else f"row of token {self.target_ids[row]}"

@@ -122,10 +122,7 @@ def choose_weights(names: list[str], where: str) -> str:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index file: the shard of each tensor, not looked at.
-
-    Raises CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
-    """
+    """Read the shard of each tensor from an index; CheckpointError for another file, or a shard that may lead out."""
     weight_map = read_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(path, "expected an object with a filled weight_map")

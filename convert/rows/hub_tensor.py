@@ -37,10 +37,7 @@ _FIRST_BYTES = 64 << 10
 
 @dataclass
 class HubFile:
-    """A file of a repository at one commit.
-
-    `etag` is as the Hub first named it, `content_etag` as the server that sends the bytes did ("" until then).
-    """
+    """A file at one commit; `etag` as the Hub first named it, `content_etag` as the server of its bytes ("" before)."""
 
     label: str
     repo_id: str

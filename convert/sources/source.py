@@ -87,11 +87,9 @@ def open_head_source(
         revision: of the repository; refused for a folder.
         subfolder: where in it the head is. The repository's card comes with it where the sub-folder has none.
 
-    Raises:
-        UsageError: a sub-folder that would lead out.
-        SourceError: no such folder, repository, revision or sub-folder, no access, or neither connection nor copy.
-        CheckpointError: the repository holds no weights, or an index that is damaged or unsafe.
-        UnsupportedHeadError: the index names tensors that no head has.
+    Raises UsageError for a sub-folder that would lead out; SourceError without folder, repository, revision,
+    sub-folder, access, or connection and copy; CheckpointError for no weights, or an index that is damaged or unsafe;
+    UnsupportedHeadError for tensors that no head has.
     """
     inside = clean_subfolder(subfolder)
     name = _joined("the built-in head" if head is None else str(head), inside)
@@ -129,8 +127,8 @@ def _resolve(source: str | Path, revision: str | None, offline: bool, choose: Ch
         kind = "is a file" if folder.is_file() else "no such folder"
         advice = "Expected a folder, or a Hub repository such as name/model."
         raise SourceError.at(plain(repo_id) or "(empty)", f"{kind}.\n{advice}")
-    found = find_snapshot(repo_id, revision, offline, choose)
-    return ResolvedSource(found.folder, repo_id, found.commit, found.files)
+    snapshot = find_snapshot(repo_id, revision, offline, choose)
+    return ResolvedSource(snapshot.folder, repo_id, snapshot.commit, snapshot.files)
 
 
 def _head_names(names: Sequence[str], where: str, subfolder: str) -> list[str]:
@@ -138,9 +136,9 @@ def _head_names(names: Sequence[str], where: str, subfolder: str) -> list[str]:
     beside = [name.rpartition("/")[2] for name in names if folder_of[name] == subfolder]
     if subfolder and not beside:
         raise _no_subfolder(where, subfolder, folder_of.values())
-    found = [*(name for name in beside if name in _HEAD_FILES), choose_weights(beside, _joined(where, subfolder))]
+    chosen = [*(name for name in beside if name in _HEAD_FILES), choose_weights(beside, _joined(where, subfolder))]
     above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
-    return [_joined(subfolder, name) for name in found] + above
+    return [_joined(subfolder, name) for name in chosen] + above
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:

@@ -40,8 +40,8 @@ class LmHead:
 
     def describe(self, head: DraftHead) -> dict[str, Any]:
         """Describe for a manifest where the rows of a slim head come from, and whether they are rounded on the way."""
-        found, written = self.info.dtype, self.dtype_written(head)
-        dtypes = {"source_dtype": LONG_NAMES[found], "dtype": LONG_NAMES[written], "rounded": found != written}
+        stored, written = self.info.dtype, self.dtype_written(head)
+        dtypes = {"source_dtype": LONG_NAMES[stored], "dtype": LONG_NAMES[written], "rounded": stored != written}
         return {"from": self.origin, "tensor": self.name, "rows": self.info.num_rows, **dtypes}
 
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:

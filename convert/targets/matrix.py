@@ -38,8 +38,8 @@ EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the LM head's name among `names`, the embedding first where `tied`, else last; else CheckpointError."""
-    parts = tuple(f"{prefix}lm_head." for prefix in _MODEL)
-    other = next((name for name in names if name.startswith(parts) and name not in LM_HEAD_NAMES), None)
+    prefixes = tuple(f"{prefix}lm_head." for prefix in _MODEL)
+    other = next((name for name in names if name.startswith(prefixes) and name not in LM_HEAD_NAMES), None)
     if not tied and other is not None:
         problem = f"{shorten(other)}: an LM head that is quantised, or has a bias, is not gathered"
         raise CheckpointError.at(where, f"{problem}.\nGive another form of the target with --target.")
@@ -66,9 +66,8 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder or the Hub's cache it is read in place. Otherwise the bytes of this tensor are fetched (`hub_tensor`);
-    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is. Raises as
-    `target_files`; SourceError where the server ignores byte ranges; CheckpointError where the weights are damaged, or
-    have no LM head in floating point.
+    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is. Raises
+    SourceError as `target_files`, CheckpointError where the weights are damaged, or have no LM head in floating point.
     """
     try:
         return open_local_lm_head(target.folder, target.label)
@@ -107,20 +106,18 @@ def settle_embedding(head: DraftHead, target: ResolvedSource | None) -> DraftHea
 
 
 def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
-    """Tell whether a head's embedding is the target's in the head's dtype; None where the target's is not on this disk.
-
-    Rows that only one of them has, as padding, are not compared.
-    """
+    """Tell whether a head's embedding is the target's, padding aside, in the head's dtype; None if it is not here."""
     try:
-        theirs = open_local_lm_head(target.folder, target.label, tied=True)
+        lm_head = open_local_lm_head(target.folder, target.label, tied=True)
     except CheckpointError:
         return None
-    mine, info = head.tensors.source.array(head.tensors.stored[names.EMBEDDING]), head.tensors.info(names.EMBEDDING)
-    if theirs.name not in EMBEDDING_NAMES or theirs.info.shape[1:] != info.shape[1:]:
+    info, rows = head.tensors.info(names.EMBEDDING), head.tensors.source.array(head.tensors.stored[names.EMBEDDING])
+    if lm_head.name not in EMBEDDING_NAMES or lm_head.info.shape[1:] != info.shape[1:]:
         return None
-    common = np.arange(min(len(mine), theirs.info.num_rows))
+    common = np.arange(min(len(rows), lm_head.info.num_rows))
     try:
-        return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
+        of_target = SourceRows(lm_head.checkpoint, lm_head.name, info.dtype, target.label, common)
+        return len(of_target.differing(rows)) == 0
     except (CheckpointError, MismatchError):
         # The target's has values that the head's dtype does not hold, or that are none.
         return False

@@ -19,7 +19,7 @@ from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embe
 from ..sources.source import ResolvedSource, target_files
 
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
-_MOST_SURPLUS = 8
+_MAX_SURPLUS = 8
 
 RECORDED = "recorded in the head's manifest"
 
@@ -79,10 +79,7 @@ def is_missing_folder(name: str) -> bool:
 
 
 def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTarget:
-    """Fetch the small files of a target, None for the embedded one, and read its configuration.
-
-    The embedded one stands in for its repository where neither the Hub nor its cache can be had.
-    """
+    """Fetch and read a target's small files; the embedded ones for None, and where that repository cannot be had."""
     if name is None:
         source = ResolvedSource(embedded_target_folder())
         return HeadTarget(EMBEDDED_TARGET_REPO, source, _config(source), embedded_target_provenance())
@@ -115,25 +112,22 @@ def open_tokenizer(
 ) -> LoadedTokenizer | None:
     """Load the tokenizer that is given, else the target's own; None where there is neither.
 
-    Raises TokenizerError where it cannot be loaded; MismatchError where it is not the target's, by its hash, has many
-    tokens beyond the rows of the target's vocabulary, or far fewer than there are rows.
+    Raises TokenizerError, and MismatchError where its hash or its number of tokens is not the target's.
     """
-    own = None
+    of_target = None
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if target is not None and any((target.source.folder / name).is_file() for name in names):
         # Under the target's name, since nobody knows the cache folder that holds it.
-        own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
-    tokenizer = own
-    if given is not None:
-        tokenizer = or_built_in(given, partial(load_tokenizer, offline=offline))
+        of_target = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
+    tokenizer = of_target if given is None else or_built_in(given, partial(load_tokenizer, offline=offline))
     if tokenizer is None:
         return None
-    if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
-        hashes = f"hash {tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…"
-        problem = f"tokenizer {given}: its vocabulary is not that of the target {own.source} ({hashes})"
+    if of_target is not None and of_target.tokenizer_hash != tokenizer.tokenizer_hash:
+        hashes = f"hash {tokenizer.tokenizer_hash[:23]}…, expected {of_target.tokenizer_hash[:23]}…"
+        problem = f"tokenizer {given}: its vocabulary is not that of the target {of_target.source} ({hashes})"
         raise MismatchError(f"{problem}.\nLeave --tokenizer out to use the target's own.")
     surplus, missing = int((tokenizer.real_ids >= target_vocab).sum()), target_vocab - tokenizer.vocab_size
-    if surplus > _MOST_SURPLUS or missing > max(MAX_PADDING, target_vocab // 20):
+    if surplus > _MAX_SURPLUS or missing > max(MAX_PADDING, target_vocab // 20):
         problem = f"has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has {target_vocab} rows"
         advice = "This is the tokenizer of another model: name the right one with --tokenizer or --target."
         raise MismatchError(f"tokenizer {tokenizer.source}: {problem}.\n{advice}")

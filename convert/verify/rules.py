@@ -30,9 +30,7 @@ from ..slim.tensors import config_of
 
 _READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 
-
 Status = Literal["ok", "warning", "failed", "skipped"]
-
 
 Outcome = tuple[Status, str]
 """Status of a check, and its finding or reason."""
@@ -42,14 +40,9 @@ class SkippedError(Exception):
     """A check cannot be made, for the reason that the message gives."""
 
 
-def failed(*problems: str) -> Outcome:
-    """Return the outcome of a check that found faults."""
-    return "failed", "; ".join(problems)
-
-
 def settled(found: str, *problems: str) -> Outcome:
     """Return a failure with all problems, or, where there are none, ok with the finding."""
-    return failed(*problems) if problems else ("ok", found)
+    return ("failed", "; ".join(problems)) if problems else ("ok", found)
 
 
 class ArtifactParts:
@@ -153,7 +146,7 @@ class Rule:
                 getattr(parts, need)
             except EagleSlimError as error:
                 unread.add(need)
-                return failed(str(error))
+                return "failed", str(error)
             if need == "manifest" and (reason := self.skip(parts.manifest)) is not None:
                 return "skipped", reason
         try:
@@ -161,27 +154,26 @@ class Rule:
         except SkippedError as reason:
             return "skipped", str(reason)
         except EagleSlimError as error:
-            return failed(str(error))
+            return "failed", str(error)
 
 
 def _weights(parts: ArtifactParts) -> Outcome:
     weights = parts.weights
     if weights.metadata.get("format") != "pt":
-        return failed(f"metadata: expected format 'pt', found {weights.metadata}")
-    return settled(f"{len(weights.tensors)} tensors, {weights.size_bytes:,} bytes")
+        return "failed", f"metadata: expected format 'pt', found {weights.metadata}"
+    return "ok", f"{len(weights.tensors)} tensors, {weights.size_bytes:,} bytes"
 
 
 def _stray_files(parts: ArtifactParts) -> Outcome:
     """Check that no other weights lie in the folder (SafeAILab reads pytorch_model.bin first), nor a quantisation."""
     others = sorted({path.name for path in parts.folder.iterdir()} - {*parts.manifest.files})
     # The token map, also a pickle, is no weights file.
-    own = freq_name(parts.manifest.draft_vocab)
-    weights = ", ".join(name for name in others if name.endswith(_READ_TOO) and name != own)
-    return failed(f"{weights}: an engine may read this, too, or instead; remove it") if weights else settled("none")
+    token_map = freq_name(parts.manifest.draft_vocab)
+    weights = ", ".join(name for name in others if name.endswith(_READ_TOO) and name != token_map)
+    return ("failed", f"{weights}: an engine may read this, too, or instead; remove it") if weights else ("ok", "none")
 
 
 def _file_checksums(parts: ArtifactParts) -> Outcome:
-    """Check size and SHA-256 of every small file, and that its name is one of an artifact's."""
     manifest = parts.manifest
     written = {CONFIG_NAME} if manifest.rank_order_ids is None else {CONFIG_NAME, freq_name(manifest.draft_vocab)}
     problems = [f"the manifest does not record {name}" for name in sorted(written - manifest.files.keys())]
@@ -201,11 +193,11 @@ def _file_checksums(parts: ArtifactParts) -> Outcome:
 def _tensor_checksums(parts: ArtifactParts) -> Outcome:
     entry, size_bytes = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights.size_bytes
     if size_bytes != entry.get("size_bytes"):
-        return failed(f"expected {entry.get('size_bytes')} bytes, found {size_bytes}")
+        return "failed", f"expected {entry.get('size_bytes')} bytes, found {size_bytes}"
     recorded: Mapping[str, str] = entry.get("tensors", {})
     parts.checkpoint.expect(entry.get("header_sha256", ""), recorded)
     changed = ", ".join(sorted(name for name, digest in parts.digests.items() if digest != recorded[name]))
-    return failed(f"{changed} not as written") if changed else settled(f"header and {len(recorded)} tensors")
+    return ("failed", f"{changed} not as written") if changed else ("ok", f"header and {len(recorded)} tensors")
 
 
 def _tensor_names(parts: ArtifactParts) -> Outcome:
@@ -230,10 +222,10 @@ def _tensor_names(parts: ArtifactParts) -> Outcome:
 def _t2d(parts: ArtifactParts) -> Outcome:
     vocab, marked, ids = parts.manifest.target_vocab, np.flatnonzero(parts.mask), parts.ids
     if len(parts.mask) != vocab:
-        return failed(f"expected {vocab} entries, found {len(parts.mask)}")
+        return "failed", f"expected {vocab} entries, found {len(parts.mask)}"
     if not np.array_equal(marked, ids):
-        return failed(f"marks {len(marked)} ids that are not those of d2t ({len(ids)})")
-    return settled(f"marks the same {len(ids)} ids")
+        return "failed", f"marks {len(marked)} ids that are not those of d2t ({len(ids)})"
+    return "ok", f"marks the same {len(ids)} ids"
 
 
 def _ranks(parts: ArtifactParts) -> Outcome:
@@ -242,40 +234,40 @@ def _ranks(parts: ArtifactParts) -> Outcome:
     ranked = ranks.target_ids
     forced = {int(token_id) for token_id in (manifest.vocabulary or {}).get("forced", {})}
     if forced != set(ranked[: manifest.num_forced].tolist()):
-        return failed(f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids")
+        return "failed", f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids"
     if not np.array_equal(np.sort(ranked), parts.ids):
-        return failed("the ranked ids are not those of d2t")
-    found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
+        return "failed", "the ranked ids are not those of d2t"
+    detail = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
     if manifest.num_uncounted is not None:
-        found += f", {manifest.num_uncounted} never counted"
-    return "warning" if uncounted_warning(ranks) else "ok", found
+        detail += f", {manifest.num_uncounted} never counted"
+    return "warning" if uncounted_warning(ranks) else "ok", detail
 
 
 def _rows(parts: ArtifactParts) -> Outcome:
     manifest, shape = parts.manifest, parts.checkpoint.info(names.LM_HEAD).shape
     if len(shape) != 2 or shape[0] != manifest.draft_vocab:
-        return failed(f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows")
+        return "failed", f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows"
     if manifest.row_checksums is None:
-        return failed("the manifest has no row checksums")
-    found = row_checksums(parts.checkpoint.array(names.LM_HEAD))
-    changed = np.flatnonzero((found != manifest.row_checksums).any(axis=1))
+        return "failed", "the manifest has no row checksums"
+    checksums = row_checksums(parts.checkpoint.array(names.LM_HEAD))
+    changed = np.flatnonzero((checksums != manifest.row_checksums).any(axis=1))
     if len(changed):
-        return failed(f"{len(changed)} rows are not as they were written, the first is row {changed[0]}")
-    return settled(f"{len(found)} rows")
+        return "failed", f"{len(changed)} rows are not as they were written, the first is row {changed[0]}"
+    return "ok", f"{len(checksums)} rows"
 
 
 def _finite_values(parts: ArtifactParts) -> Outcome:
     tensors, checkpoint = parts.weights.tensors, parts.checkpoint
     floating = {name: tensors[name].dtype for name in sorted(tensors) if tensors[name].dtype in FLOATS}
     bad = [name for name in floating if not all(all_finite(x, floating[name]) for x in checkpoint.pieces(name))]
-    return failed(f"NaN or infinity in {', '.join(bad)}") if bad else settled(f"{len(floating)} tensors")
+    return ("failed", f"NaN or infinity in {', '.join(bad)}") if bad else ("ok", f"{len(floating)} tensors")
 
 
 def _config_values(parts: ArtifactParts) -> Outcome:
     """Check that config.json is what a conversion writes: what engines demand, and nothing that misleads them."""
     head, manifest = parts.head, parts.manifest
     if head.target_vocab != manifest.target_vocab:
-        return failed(f"vocab_size: the manifest has {manifest.target_vocab}")
+        return "failed", f"vocab_size: the manifest has {manifest.target_vocab}"
     differing = config_differences(config_of(head, manifest.draft_vocab, manifest.flavour), parts.config)
     return settled(f"{len(parts.config)} keys, hidden {head.hidden_size}, {LONG_NAMES[head.dtype_name]}", *differing)
 
@@ -290,8 +282,8 @@ def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) ->
 def _tap_layers(parts: ArtifactParts) -> Outcome:
     layers, recorded = parts.head.taps(parts.target_layers), parts.manifest.tap_layers
     if layers != recorded:
-        return failed(f"config.json names {layers}, the manifest {recorded}")
-    return settled("default of all engines" if layers is None else f"inputs of layers {list(layers)}")
+        return "failed", f"config.json names {layers}, the manifest {recorded}"
+    return "ok", "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
 
 
 def _token_map(parts: ArtifactParts) -> Outcome:
@@ -299,17 +291,17 @@ def _token_map(parts: ArtifactParts) -> Outcome:
     assert ranked is not None
     path = parts.folder / freq_name(rows)
     if not path.is_file():
-        return failed(f"{path.name} is missing")
+        return "failed", f"{path.name} is missing"
     value = read_pickle(path)
     if not isinstance(value, list) or value != ranked.tolist():
-        return failed(f"{path.name}: expected the {rows} ranked ids as a list, in rank order")
-    return settled(f"{path.name}: {rows} ids")
+        return "failed", f"{path.name}: expected the {rows} ranked ids as a list, in rank order"
+    return "ok", f"{path.name}: {rows} ids"
 
 
 _STORED = ("manifest", "weights")
 RULES = (
-    Rule("manifest", lambda parts: settled(f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}")),
-    Rule("config.json", lambda parts: settled(f"{len(parts.config)} keys"), ("config",)),
+    Rule("manifest", lambda parts: ("ok", f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}")),
+    Rule("config.json", lambda parts: ("ok", f"{len(parts.config)} keys"), ("config",)),
     Rule("model.safetensors", _weights, ("weights",)),
     Rule("stray files", _stray_files),
     Rule("file checksums", _file_checksums),
@@ -317,7 +309,7 @@ RULES = (
     Rule("tensor names", _tensor_names, _STORED),
     Rule(
         "d2t",
-        lambda parts: settled(f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"),
+        lambda parts: ("ok", f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"),
         (*_STORED, "ids"),
         lambda manifest: no_lm_head(manifest) or _full(manifest, "map"),
     ),

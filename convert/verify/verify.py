@@ -27,18 +27,7 @@ from ..sources.source import open_head_source
 from ..targets import model as targets
 from ..targets.lm_head import fitting, own_lm_head, rows_of_ids
 from ..targets.matrix import is_embedding_of, open_target_lm_head
-from .rules import (
-    RULES,
-    ArtifactParts,
-    Outcome,
-    Rule,
-    SkippedError,
-    Status,
-    config_differences,
-    failed,
-    no_lm_head,
-    settled,
-)
+from .rules import RULES, ArtifactParts, Outcome, Rule, SkippedError, Status, config_differences, no_lm_head, settled
 
 _WITH_HEAD = ("manifest", "weights", "config", "head")
 
@@ -99,9 +88,7 @@ def verify_artifact(
         engines: also check that these engines take it (keys of `engines.ENGINES`).
         engine_version: the version that will serve it, for one engine; default the installed one.
 
-    Raises:
-        UsageError: no such engine, or a version that is not a number.
-        ArtifactError: there is no such folder. Faults of an artifact are reported, not raised.
+    Raises UsageError for an unknown engine or no version, ArtifactError for no folder; faults are reported, not raised.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -181,8 +168,8 @@ class _SourceChecks:
             ):
                 problems.append(f"{name} differs from the source's")
         for name in source.row_tensors:
-            rows, mine = source.tensors.rows(name, rows_of_ids(source, parts.ids)), parts.checkpoint.tensor(name)
-            if mine.dtype != rows.dtype or not mine.equal(rows):
+            rows, written = source.tensors.rows(name, rows_of_ids(source, parts.ids)), parts.checkpoint.tensor(name)
+            if written.dtype != rows.dtype or not written.equal(rows):
                 problems.append(f"{name} differs from the source's rows")
         is_left_out = names.EMBEDDING in source.tensors and names.EMBEDDING not in parts.weights.tensors
         is_copy = is_embedding_of(self._target.source, source) if is_left_out and self._target is not None else None
@@ -192,20 +179,19 @@ class _SourceChecks:
         return settled(f"{len(copied)} tensors bit-identical to {source.location}{doubt}", *problems)
 
     def _check_config(self, parts: ArtifactParts) -> Outcome:
-        source, manifest, found = self._source_head(parts.manifest), parts.manifest, parts.config
+        source, manifest, config = self._source_head(parts.manifest), parts.manifest, parts.config
         expected = config_of(source, manifest.draft_vocab, manifest.flavour)
         if manifest.kind == "eagle3" and manifest.tap_layers:
             # The source was opened with these layers, which the artifact may name under other keys.
-            expected, found = (with_tap_layers(config, manifest.tap_layers) for config in (expected, found))
-        return settled(f"{len(found)} keys", *config_differences(expected, found))
+            expected, config = (with_tap_layers(each, manifest.tap_layers) for each in (expected, config))
+        return settled(f"{len(config)} keys", *config_differences(expected, config))
 
     def _check_rows(self, parts: ArtifactParts) -> Outcome:
-        """Compare every lm_head row with that of its token in the head or the target that it came from."""
         written, ids = parts.checkpoint, parts.ids
         if (parts.manifest.lm_head or {}).get("from") == "head":
             source = self._source_head(parts.manifest)
             if not source.has_lm_head:
-                return failed(f"{source.location} has no LM head, and the rows came from a head's own")
+                return "failed", f"{source.location} has no LM head, and the rows came from a head's own"
             lm_head = own_lm_head(source)
         else:
             source, target = parts.head, self._target
@@ -217,12 +203,12 @@ class _SourceChecks:
         gathered, info = lm_head.gather(source, ids), written.info(names.LM_HEAD)
         expected = (gathered.dtype, (len(ids), lm_head.info.shape[1]))
         if (info.dtype, info.shape) != expected:
-            return failed(f"expected {expected}, found {(info.dtype, info.shape)}")
+            return "failed", f"expected {expected}, found {(info.dtype, info.shape)}"
         different = gathered.differing(written.array(names.LM_HEAD))
         if len(different):
-            return failed(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
+            return "failed", f"{len(different)} rows are not those of their tokens, the first is row {different[0]}"
         how = "rounded from" if gathered.rounded else "bit-identical to"
-        return settled(f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}")
+        return "ok", f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}"
 
     def _check_tokenizer(self, parts: ArtifactParts) -> Outcome:
         recorded, vocab = parts.manifest.tokenizer or {}, parts.manifest.target_vocab
@@ -234,9 +220,9 @@ class _SourceChecks:
             raise SkippedError("the target has no tokenizer, or the artifact was made without one")
         expected, found = recorded["hash"], loaded.tokenizer_hash
         if found != expected:
-            return failed(f"another vocabulary: expected {expected}, found {found}")
+            return "failed", f"another vocabulary: expected {expected}, found {found}"
         changed = recorded.get("chat_template_hash") != loaded.chat_template_hash
-        return settled("hash agrees" + ("; its chat template has changed since" if changed else ""))
+        return "ok", "hash agrees" + ("; its chat template has changed since" if changed else "")
 
     @property
     def _only_cache(self) -> bool:

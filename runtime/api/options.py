@@ -135,8 +135,7 @@ def join_options(
     for name in _ON_GREEDY:
         if not _asks_nothing(name, getattr(target_config, name, None)):
             raise UsageError(
-                f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
-                f"without it.{_PROCESSORS}"
+                f"The target's own generation_config asks for {name}, which is not served; set it to None.{_PROCESSORS}"
             )
     known = vars(GenerationConfig())
     joined = {name: getattr(target_config, name, None) for name in (*PENALTIES, "stop_strings")}
@@ -201,11 +200,8 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
         return replace(sampling, seed=int(torch.randint(2**63 - 1, ()))) if seed is None else sampling
     ignored = [f"{name}={value}" for name, value in given.items() if value not in _WITHOUT_WARNING[name]]
     if ignored:
-        warnings.warn(
-            f"Decoding is greedy: {', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample.",
-            SamplingWarning,
-            stacklevel=4,
-        )
+        message = f"{', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample."
+        warnings.warn(f"Decoding is greedy: {message}", SamplingWarning, stacklevel=4)
     return SamplingConfig(seed=sampling.seed)
 
 
@@ -252,8 +248,7 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     length = read_count("max_length", options["max_length"], 0)
     if length < prompt_length:
         raise UsageError(
-            f"max_length = {length} counts prompt and answer together, and the prompt alone has {prompt_length} "
-            "tokens. Give max_new_tokens to limit the answer alone."
+            f"max_length = {length} counts the prompt's {prompt_length} tokens, too. Give max_new_tokens in its place."
         )
     return length - prompt_length
 

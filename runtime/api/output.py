@@ -86,10 +86,7 @@ class DictOutput(GenerationOutput, ModelOutput):  # type: ignore[misc]  # transf
 def join_sequences(
     prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> Tensor:
-    """Join prompts, padded on the left, and answers, on the right, as transformers returns them.
-
-    Returns int64 [prompts, longest prompt + longest answer].
-    """
+    """Join prompts, padded on the left, and answers, on the right: int64 [prompts, longest prompt + longest answer]."""
     joined = []
     for rows, side in ((prompts, "left"), (answers, "right")):
         tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]

@@ -21,9 +21,7 @@ _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prom
 def read_token_id(token: Any, name: str = "input_ids") -> int:
     """Return a token id as a plain integer. Raises `UsageError` for anything else."""
     if isinstance(token, bool) or not isinstance(token, Integral):
-        raise UsageError(
-            f"{name}: token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}."
-        )
+        raise misfit(name, "token ids, integers in lists or in a tensor of at most two dimensions", token)
     return int(token)
 
 
@@ -60,9 +58,7 @@ def read_prompts(
     elif isinstance(first, (int, float)):
         values = [values]
     elif any(not hasattr(row, "__iter__") or isinstance(row, (str, bytes)) for row in values):
-        raise UsageError(
-            "input_ids: a batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them."
-        )
+        raise UsageError("input_ids: a batch is token ids [prompts, seq], lists of ids, or texts; this one mixes them.")
     rows = [tuple(read_token_id(token) for token in row) for row in values]
     if attention_mask is None:
         return [(row, row) for row in rows]

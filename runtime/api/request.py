@@ -95,14 +95,10 @@ class Request:
     def output(self) -> RequestOutput:
         """Return the finished result."""
         assert self.finish_reason is not None
-        stats = GenerationStats(
-            dict(sorted(self.accepted_lengths.items())),
-            len(self.token_ids),
-            self.num_cut_tokens,
-            dict(Counter(token for token in self.token_ids if self.head and not self.head.in_vocab[token])),
-            self.num_reused,
-            finish_reasons={self.finish_reason: 1},
-        )
+        lengths, num_new, ended = dict(sorted(self.accepted_lengths.items())), len(self.token_ids), self.finish_reason
+        missed = dict(Counter(token for token in self.token_ids if self.head and not self.head.in_vocab[token]))
+        cut, reused = self.num_cut_tokens, self.num_reused
+        stats = GenerationStats(lengths, num_new, cut, missed, reused, finish_reasons={ended: 1})
         return RequestOutput(list(self.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats)
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:

@@ -50,9 +50,7 @@ class Candidate:
 def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions) -> list[Candidate]:
     """List the sizes of each head, equal ones once, with each tree. Raises `UsageError` for what cannot be compared."""
     if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
-        raise UsageError(
-            "models: a comparison takes one or more, built by from_pretrained over the same loaded target."
-        )
+        raise UsageError("models: a comparison takes those that from_pretrained built over the same loaded target.")
     locations = [model.opened.head.location for model in models if model.opened is not None]
     if len(set(locations)) < len(locations):
         raise UsageError(f"models: each head is compared once; got {', '.join(locations)}.")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -43,18 +42,6 @@ def _tree(text: str) -> TreeConfig | None:
 
 def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
     return tuple(dict.fromkeys(map(_tree, texts))) or None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    every_s = 0.1 if sys.stderr.isatty() else 30.0
-    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
-
-        def move(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield move
 
 
 @click.command(
@@ -118,16 +105,7 @@ Examples:
 @force_option
 @json_option
 @version_option
-def compare(
-    prompt_file: str,
-    limit: int | None,
-    temperature: float,
-    seed: int,
-    out: str | None,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> int:
+def compare(prompt_file: str, limit: int | None, out: str | None, force: bool, as_json: bool, **options: Any) -> int:
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
     HEAD is a folder or a Hugging Face Hub repository: converted, so that its manifest ranks its rows, or unconverted
@@ -136,10 +114,9 @@ def compare(
     the sizes apart. Ctrl-C ends the comparison and writes what there is.
     """
     show_warnings_as_lines()
-    asked = CompareOptions(
-        **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},
-        sampling=SamplingConfig(temperature, seed=seed),
-    )
+    sampling = SamplingConfig(options.pop("temperature"), seed=options.pop("seed"))
+    given = {field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options}
+    asked = CompareOptions(**given, sampling=sampling)
     # Check what needs no model before one is loaded.
     prompts = load_prompts(prompt_file, limit)
     if out is not None:
@@ -148,7 +125,13 @@ def compare(
     from .run import compare as run_comparison
 
     models = load_heads(options)
-    with _progress() as move:
+    every_s = 0.1 if sys.stderr.isatty() else 30.0
+    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
         result = run_comparison(models, prompts, asked, progress=move)
     warn(map(str, result.omissions))
     try:

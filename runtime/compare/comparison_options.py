@@ -17,17 +17,12 @@ _SAMPLING = SamplingConfig(temperature=1.0)
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Options of `compare`.
+    """Options of `compare`. Raises `UsageError` for values out of range, and for values given twice.
 
-    Attributes:
-        sizes: draft vocabularies to compare: numbers of rows, in the order of the head's own ranking, or "full" for all
-            that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
-        trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
-        sampling: how the mode "sampled" chooses tokens.
-        batches: how many prompts are answered at a time; the last group is filled up from the beginning.
-        partial_verification: as in `SpeculativeModel.generate`.
-
-    Raises `UsageError` for values out of range, and for values given twice.
+    ``sizes``: numbers of rows, in the order of the head's own ranking, or "full" for all that it has; None is "full"
+    and the powers of two from 32,768 to 2,048 that a head can be cut to. ``trees``: shapes of which None is the choice
+    by step; None for that of the models. ``sampling``: of the mode "sampled". ``batches``: prompts answered at a time;
+    the last group is filled up from the beginning. ``partial_verification``: as in `SpeculativeModel.generate`.
     """
 
     sizes: Sequence[int | Literal["full"]] | None = None
@@ -54,9 +49,7 @@ class CompareOptions:
             if min(value if isinstance(value, Sequence) else (value,)) < least:
                 raise misfit(name, f"at least {least}", value)
         if "sampled" in self.modes and self.sampling.is_greedy:
-            raise UsageError(
-                'The mode "sampled" needs a temperature above 0. Leave it out of the modes to compare greedy decoding.'
-            )
+            raise UsageError('The mode "sampled" needs a temperature above 0. Leave it out to compare greedy decoding.')
 
     def generation(self, mode: str) -> Mapping[str, Any]:
         """Return the arguments of `SpeculativeModel.generate` that choose tokens as a mode does."""

@@ -11,9 +11,10 @@ from .statistics import ENOUGH_PROMPTS, Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
+Rows = Sequence[ComparisonRow]
 
 
-def recommend(rows: Sequence[ComparisonRow]) -> list[Advice]:
+def recommend(rows: Rows) -> list[Advice]:
     """Advise for each mode and batch; the rows of each stand together, plain decoding first."""
     groups = groupby((row for row in rows if row.category == ALL), key=lambda row: (row.mode, row.batch))
     return [_advise(mode, batch, *group) for (mode, batch), group in groups]
@@ -28,11 +29,8 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
         return Advice(mode, batch, f"{where}: no step was measured.", plain.label, 0, False, (), None, reasons)
     best = max(measured, key=lambda row: row.tokens_per_s)
     figures, comparisons = {row.label: row.measured for row in measured if row.measured}, max(1, len(measured) - 1)
-    others = {
-        label: ratio(each, figures[best.label], best.num_prompts, comparisons)
-        for label, each in figures.items()
-        if label != best.label
-    }
+    fastest = figures.pop(best.label)
+    others = {label: ratio(each, fastest, best.num_prompts, comparisons) for label, each in figures.items()}
     slower = {label for label, speed in others.items() if speed.high < 1 and speed.value < 1 - _MARGIN}
     close = [row for row in measured if row.label not in slower]
     chosen = min(close, key=lambda row: (row.candidate.draft_bytes, -row.tokens_per_s))
@@ -42,17 +40,10 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
     advised = plain if beats is False else chosen
     speeds = [speed for label, speed in others.items() if label not in slower]
     are_as_fast = all(speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN for speed in speeds)
-    return Advice(
-        mode,
-        batch,
-        f"{where}: {_headline(chosen, beats)}",
-        advised.label,
-        advised.candidate.draft_vocab,
-        beats is False or (are_as_fast and best.num_prompts >= ENOUGH_PROMPTS),
-        tuple(row.label for row in close),
-        beats,
-        (*_reasons(chosen, best, close, measured, others), *failed),
-    )
+    is_decided = beats is False or (are_as_fast and best.num_prompts >= ENOUGH_PROMPTS)
+    headline, size = f"{where}: {_headline(chosen, beats)}", advised.candidate.draft_vocab
+    as_fast, reasons = tuple(row.label for row in close), (*_reasons(chosen, best, close, measured, others), *failed)
+    return Advice(mode, batch, headline, advised.label, size, is_decided, as_fast, beats, reasons)
 
 
 def _headline(chosen: ComparisonRow, beats: bool | None) -> str:
@@ -73,17 +64,12 @@ def _beats(speedup: Estimate | None) -> bool | None:
 
 
 def _reasons(
-    chosen: ComparisonRow,
-    best: ComparisonRow,
-    close: Sequence[ComparisonRow],
-    measured: Sequence[ComparisonRow],
-    others: Mapping[str, Estimate],
+    chosen: ComparisonRow, best: ComparisonRow, close: Rows, measured: Rows, others: Mapping[str, Estimate]
 ) -> list[str]:
     figures = chosen.measured
     assert figures is not None
-    draft, verify, host, step = (
-        f"{each * 1e3:.1f}" for each in (figures.draft_s, figures.verify_s, figures.host_s, figures.step_s)
-    )
+    phases = figures.draft_s, figures.verify_s, figures.host_s, figures.step_s
+    draft, verify, host, step = (f"{each * 1e3:.1f}" for each in phases)
     reasons = [
         f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
         f"{verify}, host {host}) = {chosen.tokens_per_s:.1f} tokens/s."

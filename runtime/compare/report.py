@@ -238,18 +238,12 @@ def _rows(
         figures = joint if is_compared else _measured([plain, each], given, its_turns)
         chosen = [answer for turn, answer in given[each.label].items() if turn in its_turns]
         measured, base = figures.get(each.label), figures.get(plain.label)
-        num_groups = len({group for group, _ in its_turns})
-        yield ComparisonRow(
-            each,
-            *names,
-            num_groups,
-            sum(answer.num_answers for answer in chosen),
-            sum(answer.num_identical for answer in chosen),
-            GenerationStats.sum(answer.stats for answer in chosen),
-            measured,
-            ratio(measured, base, num_groups) if measured and base else None,
-            is_compared,
-        )
+        num_groups, stats = len({group for group, _ in its_turns}), GenerationStats.sum(each.stats for each in chosen)
+        num_answers = sum(answer.num_answers for answer in chosen)
+        num_identical = sum(answer.num_identical for answer in chosen)
+        speedup = ratio(measured, base, num_groups) if measured and base else None
+        counts = num_groups, num_answers, num_identical
+        yield ComparisonRow(each, *names, *counts, stats, measured, speedup, is_compared)
 
 
 def _measured(

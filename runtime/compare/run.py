@@ -40,10 +40,8 @@ def compare(
 ) -> Comparison:
     """Answer every prompt with every candidate and with plain decoding, and work out the figures and the advice.
 
-    Args:
-        models: one, or several heads over the same loaded target, from `SpeculativeModel.from_pretrained`.
-        prompts: conversations. Later turns follow the answers of plain decoding.
-        progress: called after each answer with how many there are and how many there will be.
+    ``models``: one, or several heads over the same loaded target. ``prompts``: later turns of each follow the answers
+    of plain decoding. ``progress`` is called after each answer with how many there are and how many there will be.
 
     What was measured is kept. A candidate that fails at a turn lacks that turn; where plain decoding fails or the
     prompt cannot be asked, the conversation ends; Ctrl-C ends all. The ``omissions`` of the result tell of it.
@@ -150,9 +148,8 @@ class Measurement:
         for batch, candidate in product(self.options.batches, self.candidates):
             try:
                 # Keep one-off work (allocation, packing) out of the first prompt's times.
-                candidate.model.generate(
-                    [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
-                )
+                model, drafts = candidate.model, not candidate.is_plain
+                model.generate([hello] * batch, max_new_tokens=2, max_slots=batch, speculative=drafts)
             except Exception:
                 # It fails again when it is asked, unless nothing is left that could be compared.
                 failed[candidate.is_plain] += 1

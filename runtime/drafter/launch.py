@@ -46,19 +46,17 @@ from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape
 
 _WIDEST_PIECE = 16384
 BACKENDS = ("triton", "reference")
-
+Taps = Tensor | Sequence[Tensor]
+"""The target's features: one tensor, or three taps."""
 DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
 """Drafts as `reference.draft_ref` does: from features [slots, new, feature_width], a head and the inputs of buffers,
 trees of the active slots into the outputs of these buffers."""
+Backend = str | DraftFunction
 
 
 @explain_unknown({})
 def launch_drafter(
-    cfg: DrafterConfig,
-    X: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
-    weights: Weights,
-    bufs: Buffers,
-    backend: str | DraftFunction = "triton",
+    cfg: DrafterConfig, X: Taps | Mapping[str, Tensor], weights: Weights, bufs: Buffers, backend: Backend = "triton"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draft the trees of all active slots.
 
@@ -92,9 +90,7 @@ def launch_drafter(
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
 
 
-def run_draft(
-    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers, backend: str | DraftFunction
-) -> None:
+def run_draft(cfg: DrafterConfig, X: Taps, weights: Weights, bufs: Buffers, backend: Backend) -> None:
     """Draft as `launch_drafter` does, without its checks."""
     if backend == "triton":
         assert weights.packed is not None
@@ -141,13 +137,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
 
 @explain_unknown({})
 def prefill_drafter(
-    cfg: DrafterConfig,
-    X: Tensor | Sequence[Tensor],
-    next_tokens: Tensor,
-    weights: Weights,
-    bufs: Buffers,
-    slot: int,
-    start: int = 0,
+    cfg: DrafterConfig, X: Taps, next_tokens: Tensor, weights: Weights, bufs: Buffers, slot: int, start: int = 0
 ) -> None:
     """Fill a slot's KV cache with a prompt's pairs, in chunks.
 
@@ -178,24 +168,16 @@ def prefill_drafter(
 
 
 def write_pairs(
-    head: HeadWeights,
-    features: Tensor,
-    next_tokens: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    bufs: Buffers,
+    head: HeadWeights, features: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor, bufs: Buffers
 ) -> None:
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
 
-    A head has one layer, so a pair's key depends on the pair alone.
-
-    ``features`` [pairs, feature_width] of the head's type; ``next_tokens`` [pairs] the token after each;
-    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
-    Waits for nothing with kernels.
+    A head has one layer, so a pair's key depends on the pair alone. ``features`` [pairs, feature_width] of the head's
+    type; ``tokens`` [pairs] the token after each; ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the
+    cache, -1 for none; ``slots`` int32 [1]. Waits for nothing with kernels.
     """
     ops, w, hidden = Ops.for_device(head.device), head.tensors, head.hidden
-    embedded = torch.index_select(head.embedding, 0, next_tokens)
+    embedded = torch.index_select(head.embedding, 0, tokens)
     if head.kind == "eagle3":
         inputs = torch.empty((len(embedded), 2 * hidden), dtype=head.dtype, device=head.device)
         ops(norm_rows)(embedded, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
@@ -209,7 +191,7 @@ def write_pairs(
     )
 
 
-def _named_features(X: Mapping[str, Tensor]) -> Tensor | Sequence[Tensor]:
+def _named_features(X: Mapping[str, Tensor]) -> Taps:
     """Return features that are given by name: all in one tensor, or three taps."""
     if X.keys() == {"X_concat"}:
         return X["X_concat"]
@@ -218,25 +200,20 @@ def _named_features(X: Mapping[str, Tensor]) -> Tensor | Sequence[Tensor]:
     raise misfit("features", "X_concat, or X_low, X_mid and X_high", [*X])
 
 
-def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+def _check_features(cfg: DrafterConfig, X: Taps) -> Sequence[Tensor]:
     """Refuse features of another configuration; returns the taps, one or three."""
     separate = not isinstance(X, Tensor)
     taps = tuple(X) if isinstance(X, (tuple, list)) else (X,)
     forms = {(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps if isinstance(tap, Tensor)}
     if len(forms) != 1 or len(taps) != (3 if separate else 1) or not all(isinstance(tap, Tensor) for tap in taps):
-        raise UsageError(
-            "Features are one tensor, or three of equal shape, strides and dtype on one device; got "
-            f"{type(X).__name__}."
-        )
+        raise misfit("features", "one tensor, or three of one shape, layout and type on one device", type(X).__name__)
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
         raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
     shape, width = taps[0].shape, cfg.feature_width // len(taps)
     slots, largest = buffer_layout(cfg)["new_tokens"][0]
     if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= largest or shape[2] != width:
-        raise UsageError(
-            f"Features must be [{slots} slots, 1 to {largest} new tokens, {cfg.feature_width}]; got "
-            f"{[tuple(tap.shape) for tap in taps]}."
-        )
+        expected = f"[{slots} slots, 1 to {largest} new tokens, {cfg.feature_width}]"
+        raise misfit("features", expected, [tuple(tap.shape) for tap in taps])
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
         raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
     return taps
@@ -250,40 +227,33 @@ def _check_fits(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     check_head_fits(cfg, weights.head)
     if bufs.cfg != cfg:
         different = [name for name, value in vars(cfg).items() if getattr(bufs.cfg, name) != value]
-        raise UsageError(
-            f"The buffers are of a configuration with other {', '.join(different)}. Allocate them with "
-            "allocate_buffers(cfg, weights)."
-        )
+        raise UsageError(f"The buffers are of other {', '.join(different)}: take allocate_buffers(cfg, weights).")
     device = weights.head.device
     for name, (shape, dtype) in buffer_layout(cfg, bufs.tree).items():
         tensor = getattr(bufs, name)
         if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device) or not tensor.is_contiguous():
-            raise UsageError(
-                f"{name} must be {dtype} {list(shape)}, contiguous, on {device}; got {tensor.dtype} "
-                f"{list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}."
-            )
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}"
+            raise misfit(name, f"{dtype} {list(shape)}, contiguous, on {device}", found)
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
     packed = weights.packed
     if packed is not None and packed.stream.dtype != cfg.weight_dtype:
-        raise UsageError(
-            f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
-            f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
-        )
+        expected = f"{packed.stream.dtype}, as the weights are packed, or take Weights.pack(head, cfg)"
+        raise misfit("weight_dtype", expected, cfg.weight_dtype)
 
 
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
     """Return constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs, layout = block_rows(cfg), params.num_programs, params.layout
     stream = StreamLayout.of(cfg, layout, draft_vocab)
-    segments = tap_segments(cfg)
+    segments, new_width = tap_segments(cfg), buffer_layout(cfg)["new_tokens"][0][1]
     outputs = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
     outputs = max(16, min(outputs, 4096 // rows))
     chunk, tile = layout.chunks["mlp"], params.tiles["mlp"]
     gates = cfg.hidden, cfg.intermediate, stream.rows.mlp
     plan = DraftPlan(
         head=_head_shape(cfg),
-        grid=Grid(programs, len_lists(programs), cfg.num_slots, cfg.embed_rows, buffer_layout(cfg)["new_tokens"][0][1]),
+        grid=Grid(programs, len_lists(programs), padded_slots(cfg), cfg.embed_rows, new_width),
         stream=stream,
         operands=OperandLayout.of(cfg),
         row=RowShape(cfg.hidden, eps=cfg.norm_eps),
@@ -296,7 +266,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         mlp=MlpShape(*gates, chunk, cfg.has_fp8, cfg.activation, cfg.has_mlp_bias, tile),
         lm_head=_head_tiles(cfg, params, stream.rows.head),
         select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
-        tree=TreeBounds(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
+        tree=TreeBounds.of(cfg.tree),
         gather=1 if cfg.num_slots == 1 else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
     )
     return {"PLAN": plan}
@@ -352,6 +322,7 @@ def kernel_arguments(
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
         "tap_offset_2": offsets[1],
+        "num_slots": cfg.num_slots,
         "depth": bufs.tree.depth,
         "total_tokens": bufs.tree.total_tokens,
         "step": StepInputs(*(getattr(bufs, name) for name in StepInputs._fields)),
@@ -369,9 +340,8 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
         tap = width // 3
         return features, (tap, 2 * tap)
     first, second, third = features
-    element = first.element_size()
-    distances = [tap.data_ptr() - first.data_ptr() for tap in (second, third)]
-    return first, (distances[0] // element, distances[1] // element)
+    one, two = ((tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (second, third))
+    return first, (one, two)
 
 
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
@@ -380,8 +350,7 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     (params, is_tuned), chip = packed.launches(cfg), chip_of(device)
     if params.num_programs > max(1, chip.num_sms):
         raise DrafterError(
-            f"{params.num_programs} programs cannot be resident at once on {chip.num_sms} SMs; pack the head for this "
-            "device."
+            f"{params.num_programs} programs do not fit on {chip.num_sms} SMs: pack the head on this device."
         )
     if not (device.type == "cuda" or is_interpreted()):
         raise DrafterError(

@@ -92,12 +92,9 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    return Chip(
-        properties.name,
-        properties.major * 10 + properties.minor,
-        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
-        properties.multi_processor_count,
-    )
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+    capability = properties.major * 10 + properties.minor
+    return Chip(properties.name, capability, shared_bytes, properties.multi_processor_count)
 
 
 def matrix_shapes(cfg: DrafterConfig) -> dict[str, tuple[int, int]]:
@@ -171,10 +168,7 @@ def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
 
 
 def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> LaunchParams:
-    """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
-
-    ``layout`` is what the head is packed in, by default `choose_layout`'s. Raises `DrafterError` as that does.
-    """
+    """Derive parameters over a layout (`choose_layout`'s): tiles of about 32 KB, at most 5 stages. Raises as that."""
     layout = choose_layout(cfg, chip) if layout is None else layout
     owned = _owned_rows(cfg, layout.split, layout.num_programs)
     chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}

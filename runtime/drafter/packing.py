@@ -53,22 +53,19 @@ class PerMatrix:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Places of the matrices in a program's stream, and the rows of them that a program and a group have."""
+    """Places of the matrices in a program's stream, in elements, and the rows of them that a program and a group have.
+
+    ``scales``: number of each matrix's first scale: a program has one for each row, in the stream's order. ``split``:
+    programs to a group; 1, and ``group_rows`` 0, for what is cut by rows alone.
+    """
 
     offsets: PerMatrix
-    """In elements."""
     rows: PerMatrix
-    """Of one program."""
     scales: PerMatrix
-    """Number of each matrix's first scale: a program has one scale for each row, in the stream's order."""
     split: PerMatrix
-    """Programs to a group; 1 for what is cut by rows alone."""
     group_rows: PerMatrix
-    """Rows of a group; 0 for what is cut by rows alone."""
     size: int
-    """Elements of the stream."""
     num_scales: int
-    """Scales of one program."""
 
     @classmethod
     def of(cls, cfg: DrafterConfig, layout: StoredLayout, draft_vocab: int) -> StreamLayout:
@@ -198,10 +195,7 @@ def bias_layout(cfg: DrafterConfig) -> PerMatrix:
 @explain_fields
 @dataclass(frozen=True)
 class Weights:
-    """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
-
-    Raises `UsageError` for the packed weights of another head.
-    """
+    """A head as tensors for the reference, and packed for the kernel; `UsageError` for packed weights of another."""
 
     head: HeadWeights
     packed: PackedHead | None = None

@@ -29,6 +29,7 @@ from transformers.activations import ACT2FN
 from ..settings import TreeConfig
 from ..target.attention import tree_attention_mask
 from ..target.cache import read_rows
+from ..target.few_rows import few_rows
 from ..target.kernels.attention import AttentionParams, masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
@@ -184,18 +185,15 @@ class ReferenceDraft:
 
     def carry(self, output: Tensor) -> Tensor:
         """Turn a node's output into its children's hidden state."""
-        if self.head.kind == "eagle3" and self.head.norm_output:
-            return self._norm(output, self.head.tensors["norm.weight"])
-        return output
+        return self.final(output) if self.head.norm_output else output
 
     def final(self, output: Tensor) -> Tensor:
         """Turn a node's output into the LM head's input."""
-        is_normed = self.head.kind == "eagle3"
-        return self._norm(output, self.head.tensors["norm.weight"]) if is_normed else output
+        return self._norm(output, self.head.tensors["norm.weight"]) if self.head.kind == "eagle3" else output
 
     def logits(self, output: Tensor) -> Tensor:
         """Compute logits over the draft vocabulary: float32 [..., draft_vocab]."""
-        return F.linear(self.final(output), self.head.lm_head).float()
+        return few_rows(self.final(output), self.head.lm_head).float()
 
     def _rank(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Rank each node's children: log-probabilities fp32 and target ids int64, both [active, nodes, top_k]."""

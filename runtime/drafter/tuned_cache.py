@@ -43,25 +43,14 @@ def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
 
 def layout_key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
     """Return the key of a layout; ``launched``: dimensions of a launch, for a key of launch parameters."""
-    sizes = {
-        "h": cfg.hidden,
-        "i": cfg.intermediate,
-        "q": cfg.num_heads,
-        "kv": cfg.num_kv_heads,
-        "d": cfg.head_dim,
-        "f": cfg.feature_width,
-        **launched,
-    }
-    dims = "-".join(f"{label}{value}" for label, value in sizes.items())
+    sizes = {"h": cfg.hidden, "i": cfg.intermediate, "q": cfg.num_heads, "kv": cfg.num_kv_heads, "d": cfg.head_dim}
+    dims = "-".join(f"{label}{value}" for label, value in {**sizes, "f": cfg.feature_width, **launched}.items())
     types = "-".join(str(dtype).removeprefix("torch.") for dtype in (cfg.dtype, cfg.weight_dtype))
     return f"{chip.name}/{cfg.kind}-{dims}/{types}"
 
 
 class TunedCache:
-    """Tuned layouts and launch parameters by key, in one JSON file.
-
-    Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
-    """
+    """Tuned layouts and launch parameters by key, none without a file; `DrafterError` for one of another kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,9 +87,8 @@ class TunedCache:
             return tuned, True
         if is_strict():
             raise DrafterError(
-                f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Record "
-                "shapes with EAGLE_SLIM_SHAPES=FILE and without EAGLE_SLIM_STRICT, then run python -m "
-                "eagle_slim.runtime.tune --from-shapes FILE on this GPU."
+                f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Set "
+                "EAGLE_SLIM_SHAPES=FILE without it, and run python -m eagle_slim.runtime.tune --from-shapes FILE here."
             )
         logger.info("No tuned launch parameters of the drafter for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, stored if layout is None else layout), False
@@ -140,23 +128,16 @@ def tuned_path() -> Path:
 
 
 def open_tuned_cache() -> TunedCache:
-    """Open the cache that `Weights.pack` reads (`tuned_path`); each file is read once, and logged.
-
-    Raises `DrafterError` for a file of another kind.
-    """
+    """Open the cache that `Weights.pack` reads (`tuned_path`), once for each file. Raises as `TunedCache`."""
     return _read_once(tuned_path())
 
 
 @cache
 def _read_once(path: Path) -> TunedCache:
     opened = TunedCache(path)
-    logger.info(
-        "Launch parameters: %d drafts of %d heads are tuned, for %s, in %s.",
-        len(opened.launches),
-        len(opened.layouts),
-        ", ".join(sorted({key.split("/")[0] for key in opened.launches})) or "no GPU",
-        path,
-    )
+    gpus = ", ".join(sorted({key.split("/")[0] for key in opened.launches})) or "no GPU"
+    counts = len(opened.launches), len(opened.layouts)
+    logger.info("Launch parameters: %d drafts of %d heads are tuned, for %s, in %s.", *counts, gpus, path)
     return opened
 
 
@@ -167,10 +148,7 @@ def _layout_of(key: str) -> str:
 
 
 def read_shapes(path: Path) -> Counter[tuple[str, DrafterConfig]]:
-    """Read the drafts that were recorded: launches by (chip, configuration), in the order of the file.
-
-    Raises `UsageError` for a file that cannot be read, and for a line that is no shape, with its number.
-    """
+    """Read recorded launches by (chip, configuration), in order. Raises `UsageError`, naming the line, for others."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -206,10 +184,7 @@ def _record_launches_at_exit() -> None:
 
 
 def _record(cfg: DrafterConfig, chip: Chip, is_tuned: bool, launches: int) -> None:
-    """Append a configuration to the file that ``EAGLE_SLIM_SHAPES`` names, if it is set.
-
-    A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
-    """
+    """Append a line, whole, to the file that ``EAGLE_SLIM_SHAPES`` names, if any; `DrafterError` where it cannot be."""
     name = os.environ.get("EAGLE_SLIM_SHAPES")
     if not name:
         return

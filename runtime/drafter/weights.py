@@ -188,24 +188,16 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
     missing = np.setdiff1d(ids, available)
     if missing.size:
         raise UsageError(
-            f"draft_vocab: {missing.size} ids are not among the {len(available)} the head can draft "
-            f"(first: {missing[0]}). Rank among the head's own ids."
+            f"draft_vocab: {missing.size} ids, such as {missing[0]}, are not the head's {len(available)}. Rank those."
         )
 
 
 def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> HeadWeights:
-    """Load a head's tensors in a target's dtype and device, after `check_computable` and `check_pairing`.
-
-    ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
-    """
+    """Load a head's tensors in a target's dtype and device; ``draft_ids`` int64 [draft_vocab]: ascending, its own."""
     config, dtype, device = head.config, target.dtype, target.device
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
-    apart = {"embed_tokens.weight", "lm_head.weight"}
-    tensors = {
-        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
-        for name in head.tensors
-        if name not in apart
-    }
+    names = [name for name in head.tensors if name not in ("embed_tokens.weight", "lm_head.weight")]
+    tensors = {name.removeprefix(prefix): head.tensors.get(name).to(device, dtype) for name in names}
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
         del tensors["self_attn.o_proj.bias"]
@@ -255,12 +247,8 @@ def _choose_embedding(head: DraftHead, target: TargetModel) -> Tensor:
 def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
     damaged = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if damaged:
-        warnings.warn(
-            f"Head {head.location} holds NaN or infinity in {', '.join(damaged)}. The output stays exact, but hardly "
-            "any draft will be accepted: get the head again.",
-            HeadWarning,
-            stacklevel=4,
-        )
+        what = f"Head {head.location} holds NaN or infinity in {', '.join(damaged)}: hardly any draft will be accepted"
+        warnings.warn(f"{what}, and the output stays exact. Get the head again.", HeadWarning, stacklevel=4)
 
 
 def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> Tensor:
@@ -272,8 +260,7 @@ def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(target.device, target.dtype)
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
-            f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}. Load the "
-            "target with an LM head of a floating-point type."
+            f"{head.location} drafts with the target's LM head, in {target.lm_head.dtype}: load it in a float type."
         )
     rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(target.device, target.dtype)

@@ -18,6 +18,7 @@ from .kernels.frontier import MAX_DEPTH
 from .kernels.grid_barrier import STATE_WORDS
 from .kernels.lm_topk import len_lists, list_size
 from .kernels.selection import LOWEST_KEY
+from .kernels.tree_build import TreeBounds
 from .launch_params import LaunchParams, block_rows, group_rows, num_groups, padded_slots
 
 
@@ -129,7 +130,7 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> DraftAttentionS
         cfg.top_k,
         heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim),
         params.block_keys,
-        cfg.num_slots,
+        padded_slots(cfg),
         params.part_keys,
         window=cfg.sliding_window or 0,
         head_norms=cfg.has_head_norms,
@@ -141,7 +142,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     """Return the sizes that `BUFFERS` names."""
     programs, slot_rows = params.num_programs, padded_slots(cfg) * MAX_NEW_TOKENS
     attention = attention_shape(cfg, params)
-    split = params.layout.split.items()
+    split, bounds = params.layout.split.items(), TreeBounds.of(cfg.tree)
     return {
         "2": 2,
         "slots": cfg.num_slots,
@@ -150,8 +151,8 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
         "programs": programs,
         "lists": len_lists(programs),
         "list": list_size(cfg.top_k),
-        "candidates": cfg.tree.num_candidates,
-        "nodes": cfg.total_tokens,
+        "candidates": bounds.candidates,
+        "nodes": bounds.total,
         "chain": MAX_DEPTH,
         "hidden": cfg.hidden,
         "qkv": cfg.qkv_size,

@@ -62,12 +62,9 @@ def dtype_on_cpu(config: Any) -> torch.dtype | str:
     free = free_memory_bytes()
     if needed <= 0.9 * free:
         return torch.float32
-    warnings.warn(
-        f"This CPU has no {str(stored)[6:]} instructions, and float32 would be faster, but takes {needed / 1e9:.1f} GB "
-        f"of {free / 1e9:.1f} GB of free memory: the target stays in {str(stored)[6:]}.",
-        SpeedWarning,
-        stacklevel=4,
-    )
+    what = f"This CPU has no {str(stored)[6:]} instructions, and float32 would be faster"
+    sizes = f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB of free memory"
+    warnings.warn(f"{what}, but takes {sizes}: the target stays in {str(stored)[6:]}.", SpeedWarning, stacklevel=4)
     return "auto"
 
 

@@ -101,12 +101,10 @@ def open_head(
 ) -> OpenedHead:
     """Open a head to be paired with a target; only its configuration and small tensors are read.
 
-    Args:
-        head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
-        revision: branch, tag or commit of its Hub repository.
-        offline: use only what is on this machine.
-        tap_layers: decoder layers of the target whose inputs the head reads, where its files do not say so.
-        d2t_form: "offset" or "absolute", where the values of ``d2t`` do not tell (`eagle_slim.convert.open_head`).
+    ``head``: converted (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
+    ``revision``: branch, tag or commit of its repository. ``offline``: use only what is on this machine.
+    ``tap_layers``: decoder layers of the target whose inputs the head reads, where its files do not say so.
+    ``d2t_form``: "offset" or "absolute", where the values of ``d2t`` do not tell (`eagle_slim.convert.open_head`).
 
     Raises `UsageError` for options of a head that settles them itself; `ConvertError` for one that cannot be had, is
     damaged, or is of a kind that is not drafted with.
@@ -134,9 +132,6 @@ def open_head(
         name = EMBEDDED_TARGET_REPO if "wheel" in target else target.get("repo_id")
         return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(head, is_embedded)
-    return OpenedHead(
-        head,
-        tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
-        target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO,
-        is_embedded=is_embedded,
-    )
+    made_with = load_embedded_counts().tokenizer_hash if is_embedded else None
+    name = None if choice is None else choice.name or EMBEDDED_TARGET_REPO
+    return OpenedHead(head, tokenizer_hash=made_with, target_name=name, is_embedded=is_embedded)

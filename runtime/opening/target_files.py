@@ -20,6 +20,7 @@ from ..target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from ..target.fp8_loading import MIXTURES, UNREAD, fetch_target, load_by_tensor
 from .devices import dtype_on_cpu
 
+Dtype = torch.dtype | None
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -35,10 +36,7 @@ def _naming(target: str | Path) -> Iterator[None]:
         # Without transformers' list of every model type it knows.
         reason = " ".join(said.split("\nModel type should be one of")[0].split()).rstrip(".")
         if "trust_remote_code" in reason:
-            reason = (
-                "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
-                "no class of its own for it"
-            )
+            reason = "its class is code beside its files (auto_map), never run here, and transformers has none for it"
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Nothing of a folder is fetched, so the Hub cannot be the reason there.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
@@ -59,7 +57,7 @@ def load_target_config(target: str | Path, revision: str | None, offline: bool) 
         return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline, trust_remote_code=False)
 
 
-def check_target_weights(target_weights: str, is_loaded: bool, device: torch.device, dtype: torch.dtype | None) -> None:
+def check_target_weights(target_weights: str, is_loaded: bool, device: torch.device, dtype: Dtype) -> None:
     """Raise `UsageError` for an unknown name, and for "fp8" with a loaded model, device or type that cannot have it."""
     check_choice("target_weights", target_weights, ("auto", "fp8"))
     if target_weights == "fp8":
@@ -68,7 +66,7 @@ def check_target_weights(target_weights: str, is_loaded: bool, device: torch.dev
             raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out.")
 
 
-def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | None:
+def _unfit_for_fp8(device: torch.device, dtype: Dtype) -> str | None:
     """Return why weights in FP8 cannot be, as the end of a sentence; ``dtype``: of all else, None if not known yet."""
     if dtype not in (None, torch.bfloat16, torch.float16):
         return f"goes with activations in bfloat16 or float16, and these are in {dtype} (see dtype)"
@@ -76,15 +74,9 @@ def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | Non
 
 
 def choose_form(
-    target: str | Path,
-    config: Any,
-    target_weights: str,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    revision: str | None,
-    offline: bool,
+    target: Path | str, config: Any, asked: str, dtype: Dtype, device: torch.device, revision: str | None, offline: bool
 ) -> Fp8Form | None:
-    """Return how a target's weights are in FP8: as published, or quantised where ``target_weights`` asks; None: not.
+    """Return how a target's weights are in FP8: as published, or quantised where it was ``asked`` for; None: not.
 
     A ``quantization_config`` that is read or quantises nothing leaves ``config``. Raises `TargetError` for other forms.
     """
@@ -103,12 +95,12 @@ def choose_form(
             f"Target {target}: it is published in FP8 ({form.method}), which {reason}. Take the model that it was made "
             "from, or load it with transformers, which may dequantise it, and pass it to from_pretrained (in Python)."
         )
-    return AT_LOAD if form is None and target_weights == "fp8" else form
+    return AT_LOAD if form is None and asked == "fp8" else form
 
 
 def load_target(
     target: str | Path,
-    dtype: torch.dtype | None,
+    dtype: Dtype,
     device: torch.device,
     revision: str | None,
     offline: bool,

@@ -88,9 +88,9 @@ def frontier_generate(
     """
     check_choice("backend", backend, registered_backends())
     how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})
+    parts = {"head": head, "draft_vocab": draft_vocab, "tree": tree}
     if isinstance(model, DrafterConfig):
-        others = {"head": head, "draft_vocab": draft_vocab, "tree": tree, **options}
-        given = [name for name, value in others.items() if value is not None]
+        given = [name for name, value in (parts | options).items() if value is not None]
         if weights is None or bufs is None or given or (input_ids is None) is (features_concat is None):
             raise UsageError(
                 f"A model that is a DrafterConfig goes with features_concat, weights and bufs, and nothing else; got "
@@ -104,25 +104,20 @@ def frontier_generate(
         raise misfit("model", "a DrafterConfig, or given with input_ids alone", type(model).__name__)
     if head is None and not isinstance(model, SpeculativeModel) and not is_ea_model(model):
         raise misfit("model", "a SpeculativeModel, an EaModel, or given with its head", type(model).__name__)
-    return _generate(model, input_ids, how, head, draft_vocab, tree, options)
+    return _generate(model, input_ids, parts, how, options)
 
 
 def _generate(
-    model: Any,
-    input_ids: Any,
-    how: dict[str, Any],
-    head: Any,
-    draft_vocab: Any,
-    tree: TreeConfig | None,
-    options: dict[str, Any],
+    model: Any, input_ids: Any, parts: dict[str, Any], how: dict[str, Any], options: dict[str, Any]
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
+    """Generate with the drafter that ``how`` names; ``parts``: head, draft_vocab and tree."""
     # Options of other drafters.
     for name in {"fallback", "overwrite", "use_triton_drafter"} & options.keys():
         raise UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
     # Zeros are off, as upstream says it; here top_p = 1.0 and an integer are.
     if isinstance(options.get("top_k"), float) and options["top_k"] == 0:
         options["top_k"] = 0
-    built = _build_once(model, how, head, draft_vocab, tree)
+    built = _build_once(model, parts, how)
     if isinstance(built, SpeculativeModel):
         if options.get("top_p") == 0:
             options["top_p"] = 1.0
@@ -166,7 +161,7 @@ def fused_draft_token_generation(
         raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
     how = {"drafter": drafter, "draft_weights": draft_weights}
     options |= {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    return _generate(model, input_ids, how, head, draft_vocab, tree, options)
+    return _generate(model, input_ids, {"head": head, "draft_vocab": draft_vocab, "tree": tree}, how, options)
 
 
 class _Kept(dict[Any, Any]):
@@ -176,14 +171,14 @@ class _Kept(dict[Any, Any]):
         return dict, ()
 
 
-def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: Any) -> Any:
+def _build_once(model: Any, parts: dict[str, Any], how: dict[str, Any]) -> Any:
     """Return the `SpeculativeModel`, or the `EaModelPatch`, that drafts as ``how`` says; kept with a loaded model."""
-    if tree is not None:
-        check_tree(tree)
+    if parts["tree"] is not None:
+        check_tree(parts["tree"])
     build: Any = SpeculativeModel.from_pretrained
-    given = {"target": model, "head": head, "draft_vocab": draft_vocab, "tree": tree, **how}
+    given = {"target": model, **parts, **how}
     if isinstance(model, SpeculativeModel) or is_ea_model(model):
-        if not (head is draft_vocab is tree is None):
+        if any(part is not None for part in parts.values()):
             raise UsageError("This model has its own: leave head, draft_vocab and tree out.")
         build, given = (EaModelPatch, {"model": model, **how}) if is_ea_model(model) else (model.with_drafter, how)
     if isinstance(model, SpeculativeModel) and how == {"drafter": model.drafter.backend, "draft_weights": "auto"}:

@@ -90,8 +90,7 @@ class LayerPatch:
             )
         if self.kind == "eagle" and head is not self.lm_head:
             raise UsageError(
-                "This EAGLE-1/2 head was patched with the LM head of its own target; topK_genrate was given another. "
-                "Unpatch the model to draft with it."
+                "This EAGLE-1/2 head drafts with the LM head of its target, and was given another: unpatch the model."
             )
 
     def _allocate(self, capacity: int) -> None:

@@ -21,7 +21,7 @@ from ..target.cache import KVCache
 from ..target.fused import FusedTarget
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
-from ..target.known import Choice, choose_forward, unfit_head_dim, unfit_modules
+from ..target.known import Choice, choose_forward, unfit_calls, unfit_head_dim
 from ..tree import Trees
 from .drafting import captured
 from .reading import kind_of, rotary_of
@@ -105,7 +105,7 @@ def _unfit_reason(model: Any) -> str | None:
             return f"{path} is a {type(module).__qualname__} of {file}"
         if module_eps != eps:
             return f"{path}.variance_epsilon is {module_eps}, and its configuration gives {eps}"
-    return unfit_head_dim(base.model.layers[0].self_attn.head_dim) or unfit_modules(base)
+    return unfit_head_dim(base.model.layers[0].self_attn.head_dim) or next(unfit_calls(base), None)
 
 
 def _rotary_module(base: Any) -> Any:

@@ -59,9 +59,7 @@ def patch_ea_model_with_triton_drafter(
     """
     if not use_triton:
         if drafter not in BACKENDS:
-            raise UsageError(
-                "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out."
-            )
+            raise UsageError("use_triton=False is drafter='reference', and another drafter was given: leave one out.")
         drafter = "reference"
     vocabulary = {"draft_vocab": draft_vocab, "counts": counts, "token_map": token_map, "tokenizer": tokenizer}
     EaModelPatch(model, drafter, draft_weights, None, **vocabulary).apply()

@@ -33,6 +33,7 @@ from ..step.kernels.acceptance import commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
 from ..step.kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, SlotState
+from ..step.slots import INPUTS
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch, on_buffers
@@ -43,13 +44,12 @@ _LOOPS = ("eagenerate", "ea_generate")
 _REPLACED = ("tree_decoding", "evaluate_posterior", "update_inference_inputs")
 _STEP = "_eagle_slim_step"
 _NO_END = 1 << 30
-_SHARED = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 
 
 class _Tensors:
     def __init__(self, bufs: Buffers, tree: TreeConfig, vocab: int) -> None:
         device, nodes = bufs.keys.device, tree.total_tokens
-        shared = {name: getattr(bufs, name) for name in _SHARED}
+        shared = {name: getattr(bufs, name) for name in INPUTS}
         # Shared afterwards, as allocating empties the slots: this one is in the middle of its sequence.
         self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, tree.new_tokens_width)._replace(**shared)
         self.state.max_generated.fill_(_NO_END)
@@ -97,8 +97,7 @@ class StepPatch:
         def loop(*args: Any, **options: Any) -> Any:
             if args[0].ea_layer is not self.layer_patch.layer:
                 raise UsageError(
-                    "The model's ea_layer was replaced after it was patched. Put the old one back, unpatch, replace "
-                    "it, and patch again."
+                    "The model's ea_layer was replaced after it was patched: put the old one back, unpatch, and patch."
                 )
             if self._watch.has_changed():
                 self._take_base_model()
@@ -234,6 +233,5 @@ def _check_loop(model_class: type, name: str) -> None:
     if missing:
         raise UnsupportedModelError(
             f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. docs/upstream.md names "
-            "the versions of SafeAILab's EAGLE that are known to work; patch_ea_model_with_triton_drafter replaces "
-            "the drafter alone."
+            "versions that are known to work; patch_ea_model_with_triton_drafter replaces the drafter alone."
         )

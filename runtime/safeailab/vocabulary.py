@@ -57,13 +57,10 @@ def choose_ids(
     if counts is None:
         raise UsageError(f"draft_vocab = {size} needs a ranking of the ids: give counts=, token_map=, or a DraftVocab.")
     source: Any = model.base_model_name_or_path if tokenizer is None else tokenizer
-    vocab = rank_vocabulary(
-        counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts),
-        size,
-        tokenizer=source if isinstance(source, LoadedTokenizer) else load_tokenizer(str(source), offline=True),
-        target_vocab=vocab_size,
-        candidates=None if len(available) == vocab_size else available,
-    )
+    loaded = source if isinstance(source, LoadedTokenizer) else load_tokenizer(str(source), offline=True)
+    counts = counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts)
+    among = None if len(available) == vocab_size else available
+    vocab = rank_vocabulary(counts, size, tokenizer=loaded, target_vocab=vocab_size, candidates=among)
     for sentence in vocab.warnings:
         warnings.warn(sentence, HeadWarning, stacklevel=4)
     return vocab.ascending_ids
@@ -86,12 +83,10 @@ def _cut_map(
     vocab = vocab.for_target(vocab_size)
     is_known = np.isin(vocab.target_ids, available)
     if not is_known.all():
-        warnings.warn(
-            f"{int((~is_known).sum())} of the map's {vocab.size} ids are not among the {len(available)} that the head "
-            "was trained on. They are left out.",
-            HeadWarning,
-            stacklevel=4,
+        what = (
+            f"{int((~is_known).sum())} of the map's {vocab.size} ids are not among the {len(available)} that the head"
         )
+        warnings.warn(f"{what} was trained on. They are left out.", HeadWarning, stacklevel=4)
         num_forced = int(is_known[: vocab.num_forced].sum())
         vocab = DraftVocab(vocab.target_ids[is_known], num_forced, vocab_size, vocab.provenance, vocab.ranked)
     return (vocab if size is None else vocab.prefix(size)).ascending_ids

@@ -43,12 +43,7 @@ class PartialChains(Drafts):
     prompt_queries: Tensor
 
     def __init__(
-        self,
-        slots: Slots,
-        drafter: BufferedDrafter,
-        option: PartialVerification,
-        waits: bool = False,
-        revise: Revision | None = None,
+        self, slots: Slots, drafter: BufferedDrafter, option: PartialVerification, waits: bool, revise: Revision | None
     ) -> None:
         self.drafter, self.tree, self.waits = drafter, option.chain, waits or drafter.waits
         self._slots, self._num_steps = slots, option.num_steps
@@ -61,14 +56,8 @@ class PartialChains(Drafts):
         choice = slots.choice._replace(num_generated=partial.state.num_generated, seen=partial.choice.seen)
         self._partial_state, self._partial_seen, self._partial_tree = partial.state, choice.seen, drafter.tree
         trees = DrafterTrees(partial, drafter)
-        self._phases = StepPhases(
-            partial,
-            trees,
-            TokenChoice(Ops.for_device(target.device), choice, target.vocab_size, drafter.tree.total_tokens),
-            waits=waits,
-            offsets=self.part.offsets,
-            revise=revise,
-        )
+        chooser = TokenChoice(Ops.for_device(target.device), choice, target.vocab_size, drafter.tree.total_tokens)
+        self._phases = StepPhases(partial, trees, chooser, waits=waits, offsets=self.part.offsets, revise=revise)
         self.barriers = trees.barriers
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -161,5 +150,5 @@ def partial_decoder(
 ) -> Decoder:
     """Build a decoder whose full passes verify `PartialChains`."""
     slots = Slots.allocate(target, cache, drafter, option.chain)
-    chains = PartialChains(slots, drafter, option, waits)
+    chains = PartialChains(slots, drafter, option, waits, None)
     return Decoder(slots, chains, waits, pool, chains.accept_chains if option.mode == "lossy" else None)

@@ -21,7 +21,7 @@ from .decoders import Decoders
 from .graphs import bucket_of
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
-from .shapes import first_shape, shape_by_size, shapes_up_to
+from .shapes import OF_MIXTURES, ON_CPU, SHAPES, first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
 _BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
@@ -74,33 +74,23 @@ class CallRules:
             has_suppressed="suppress_tokens" in known,
             has_minimum="min_new_tokens" in known,
         )
-        numbers = (
-            max(sampling.temperature, COLDEST.value),
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            options.get("repetition_penalty", 1),
-            options.get("min_new_tokens", 0),
-        )
+        warpers = max(sampling.temperature, COLDEST.value), sampling.top_k, sampling.top_p, sampling.min_p
+        numbers = *warpers, options.get("repetition_penalty", 1), options.get("min_new_tokens", 0)
         bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
         return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions on how one call runs."""
+    """Decisions on how one call runs; ``reason``: why these shapes."""
 
     rules: CallRules
     shapes: tuple[TreeConfig | None, ...]
     """Trees that its steps may have, the first step's first; None decodes plainly."""
     reason: str
-    """Why these shapes."""
     max_slots: int
-    """Most sequences side by side."""
     time_phases: bool
-    """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
-    """Whether rows that slots hold of earlier calls are reused (`KeptRows`)."""
     partial: PartialVerification | None
     """Sizes of partial verification (`partial`); None where every pass is full."""
     full_reason: str
@@ -153,26 +143,15 @@ def plan_call(
         partial, full_reason = _choose_partial(partial_verification, target, call.requests, rules, tree, context)
     # Processors that are not ours may look at more than a row.
     is_ours = all(set(PENALTIES).issuperset(request.process.names) for request in call.requests if request.process)
-    return Plan(
-        rules,
-        shapes,
-        reason,
-        max_slots,
-        time_phases or not decoders.has_graphs,
-        reuse_prefix,
-        partial,
-        full_reason,
-        is_exact=is_ours and (partial is None or partial.mode == "exact"),
-    )
+    is_exact = is_ours and (partial is None or partial.mode == "exact")
+    by_phase = time_phases or not decoders.has_graphs
+    return Plan(rules, shapes, reason, max_slots, by_phase, reuse_prefix, partial, full_reason, is_exact)
 
 
 def describe(
     plan: Plan, target: TargetModel, decoders: Decoders, drafting: str, steps: Mapping[TreeConfig | None, int]
 ) -> str:
-    """Describe what ran, with the reasons: `GenerationStats.path`.
-
-    ``drafting``: the drafter in words; ``steps`` that each shape had, where they chose it.
-    """
+    """Describe what ran, with the reasons; ``steps``: those of each shape, where they chose it."""
     how = "steps from CUDA graphs"
     if not decoders.has_graphs:
         how = f"eager steps ({decoders.eager_reason})"
@@ -195,15 +174,10 @@ def _words(shape: TreeConfig | None) -> str:
 def _choose_shapes(
     target: TargetModel, decoders: Decoders, slots: int, fixed_for: str | None
 ) -> tuple[tuple[TreeConfig | None, ...], str]:
-    """Choose the shapes of a call, the first step's first, and say why.
-
-    ``fixed_for``: why steps cannot choose, if something of the call forbids it.
-    """
-    is_mixture, tree = target.runs.is_mixture, decoders.tree
-    shapes = shapes_up_to(tree, is_mixture)
-    if target.device.type == "cpu":
-        fixed_for = "on a CPU plain decoding (speculative=False) is often faster"
-    elif decoders.eager_reason is not None or target.exactness is None:
+    """Choose the shapes of a call, the first step's first, and say why; ``fixed_for``: why steps cannot choose."""
+    is_gpu, is_mixture, tree = target.device.type == "cuda", target.runs.is_mixture, decoders.tree
+    shapes = shapes_up_to(tree, ON_CPU if not is_gpu else OF_MIXTURES if is_mixture else SHAPES)
+    if decoders.eager_reason is not None or target.exactness is None:
         fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
         first = first_shape(bucket_of(slots), shapes, is_mixture)
@@ -211,7 +185,7 @@ def _choose_shapes(
         return (first, *others), "the most tokens a second, as measured here"
     # Steps without graphs take as long as the host needs to launch them.
     draft_bytes = 0 if decoders.eager_reason else decoders.drafter.draft_bytes // (tree.depth + 1)
-    fixed = shape_by_size(target.device.type == "cuda", slots, target.weight_bytes, draft_bytes, shapes)
+    fixed = shape_by_size(is_gpu, slots, target.weight_bytes, draft_bytes, shapes)
     return (fixed,), f"by sizes alone: {fixed_for}"
 
 
@@ -224,8 +198,7 @@ def _choose_partial(
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
     if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):
         raise UsageError(
-            'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
-            'host. Leave these out, or take "exact".'
+            'partial_verification="lossy" leaves out logits processors that run on the host. Give none, or "exact".'
         )
     if tree is None:
         return None, "every pass is full (plain decoding)"

@@ -32,6 +32,8 @@ SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 """From plain decoding to the 60 nodes of EAGLE-3."""
 OF_MIXTURES: tuple[Shape, ...] = (None, TreeConfig(0, 1, 2), CHAIN, TreeConfig(2, 1, 4), SHORT, LONG)
 """Of a target with experts, of which each row of a pass reads more."""
+ON_CPU = (TreeConfig(0, 1, 2), CHAIN, TreeConfig(1, 3, 4))
+"""Products of four rows are the largest that take a CPU little longer than of one."""
 
 MAX_ROWS = 256
 """Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
@@ -288,11 +290,11 @@ def _width_of(shape: TreeConfig) -> float:
     return _WIDTHS.get(shape, 1.0 if shape.top_k == 1 else _WIDTHS[LONG])
 
 
-def shapes_up_to(tree: TreeConfig, is_mixture: bool = False) -> tuple[Shape, ...]:
+def shapes_up_to(tree: TreeConfig, shapes: Sequence[Shape] = SHAPES) -> tuple[Shape, ...]:
     """List the shapes within a tree's depth, top_k and number of nodes, and the tree itself, the largest last."""
     within = [
         shape
-        for shape in (OF_MIXTURES if is_mixture else SHAPES)
+        for shape in shapes
         if shape is None
         or (shape.depth <= tree.depth and shape.top_k <= tree.top_k and shape.total_tokens < tree.total_tokens)
     ]
@@ -320,7 +322,7 @@ def shape_by_size(is_gpu: bool, batch: int, weight_bytes: int, draft_bytes: int,
         return None
     if is_gpu and 12 * draft_bytes > weight_bytes:
         return _largest_within(CHAIN, shapes)
-    return first_shape(batch, shapes) if is_gpu else _largest_within(LONG, shapes)
+    return first_shape(batch, shapes) if is_gpu else _largest_within(ON_CPU[-1] if batch <= 2 else ON_CPU[0], shapes)
 
 
 def _largest_within(wanted: TreeConfig, shapes: Sequence[Shape]) -> Shape:

@@ -14,7 +14,7 @@ from .kernels.choice_kernels import ChoiceState
 from .kernels.prompt_chunks import MAX_EOS, PromptBox
 from .kernels.slot_state import SlotState
 
-_INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
+INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 """Fields of the state that a drafter reads."""
 
 
@@ -45,7 +45,7 @@ class Slots:
         features, shared = None, dict[str, Tensor]()
         if drafter is not None and chain is None:
             width, features = drafter.tree.new_tokens_width, drafter.features
-            shared = {name: getattr(drafter.bufs, name) for name in _INPUTS}
+            shared = {name: getattr(drafter.bufs, name) for name in INPUTS}
         elif drafter is not None and chain is not None:
             width = chain.new_tokens_width
             features = drafter.features.new_zeros((slots, width, drafter.features.shape[2]))

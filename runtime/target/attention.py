@@ -108,7 +108,6 @@ class ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.attended: set[int] = set()
-        """Layers whose keys were attended to."""
         self._stored: dict[int, tuple[int, Tensor]] = {}
         self._last = -1
 

@@ -24,6 +24,7 @@ from .kernels.experts import Experts, Routing
 from .kernels.product_kernels import SplitScratch
 from .kernels.tree_rows import ForwardRows
 
+Size = tuple[int, ...]
 KERNEL_HEAD_DIM = 256
 """The widest head that the attention kernel takes."""
 
@@ -212,14 +213,7 @@ class ForwardBuffers:
 
     @classmethod
     def allocate(
-        cls,
-        target: Target,
-        places: int,
-        nodes: int,
-        logit_rows: int,
-        capacity: int,
-        use_kernels: bool,
-        **working: tuple[int, ...],
+        cls, target: Target, places: int, nodes: int, logit_rows: int, capacity: int, use_kernels: bool, **working: Size
     ) -> ForwardBuffers:
         """Allocate outputs, scratch for kernels, and ``working`` shapes by name, in the target's type."""
         bufs = cls()

@@ -34,17 +34,17 @@ class Fp8Form:
 
 
 AT_LOAD = Fp8Form(None, "channel")
+Settings = Mapping[str, tuple[Any, ...]]
+"""The settings that a form may have, with their values; no value of a setting without any changes what weights are."""
 
 
-_ANY: tuple[Any, ...] = ()
-_GROUP: dict[str, tuple[Any, ...]] = {
-    "weights": _ANY,
-    "format": (None, "float-quantized", "naive-quantized"),
-    "targets": _ANY,
-    "input_activations": _ANY,
-    "output_activations": _ANY,
-}
-_WEIGHTS: dict[str, tuple[Any, ...]] = {
+def _free(*names: str) -> Settings:
+    return dict.fromkeys(names, ())
+
+
+_FORMATS = (None, "float-quantized", "naive-quantized")
+_GROUP: Settings = {"format": _FORMATS, **_free("weights", "targets", "input_activations", "output_activations")}
+_WEIGHTS: Settings = {
     "num_bits": (8,),
     "type": ("float",),
     "symmetric": (None, True),
@@ -53,31 +53,34 @@ _WEIGHTS: dict[str, tuple[Any, ...]] = {
     "group_size": (None, -1),
     "block_structure": (None, _BLOCK, "128x128"),
     "actorder": (None,),
-    "scale_dtype": _ANY,
-    "zp_dtype": _ANY,
-    "observer": _ANY,
-    "observer_kwargs": _ANY,
+    **_free("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 }
-_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
+_METHODS: dict[str, Settings] = {
     "fp8": {
-        "fmt": (None, "e4m3"), "weight_block_size": (None, _BLOCK), "scale_fmt": (None, "float"),
-        "dequantize": (None, False), "modules_to_convert": (None, []), "expert_dtype": _ANY,
-        "activation_scheme": (None, "dynamic", "static"), "modules_to_not_convert": _ANY, "ignored_layers": _ANY,
-        "kv_cache_scheme": _ANY,
+        "fmt": (None, "e4m3"),
+        "weight_block_size": (None, _BLOCK),
+        "scale_fmt": (None, "float"),
+        "dequantize": (None, False),
+        "modules_to_convert": (None, []),
+        "activation_scheme": (None, "dynamic", "static"),
+        **_free("expert_dtype", "modules_to_not_convert", "ignored_layers", "kv_cache_scheme"),
     },
     "compressed-tensors": {
-        "config_groups": _ANY, "format": (None, "dense", "float-quantized", "naive-quantized"), "ignore": _ANY,
-        "kv_cache_scheme": _ANY, "quantization_status": _ANY, "global_compression_ratio": _ANY, "version": _ANY,
-        "sparsity_config": _ANY, "transform_config": (None, {}),
+        "format": (*_FORMATS, "dense"),
+        "transform_config": (None, {}),
+        **_free("config_groups", "ignore", "kv_cache_scheme", "quantization_status", "global_compression_ratio"),
+        **_free("version", "sparsity_config"),
     },
-    "fbgemm_fp8": {"activation_scale_ub": _ANY, "modules_to_not_convert": _ANY},
+    "fbgemm_fp8": _free("activation_scale_ub", "modules_to_not_convert"),
     "modelopt": {
-        "quant_algo": (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN"), "config_groups": _ANY, "ignore": _ANY,
-        "exclude_modules": _ANY, "kv_cache_scheme": _ANY, "kv_cache_quant_algo": _ANY, "producer": _ANY,
-        "quantization": _ANY, "group_size": (None,), "quantized_layers": (None, {}), "kv_cache_quantized_layers": _ANY,
+        "quant_algo": (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+        "group_size": (None,),
+        "quantized_layers": (None, {}),
+        **_free("config_groups", "ignore", "exclude_modules", "kv_cache_scheme", "kv_cache_quant_algo", "producer"),
+        **_free("quantization", "kv_cache_quantized_layers"),
     },
-}  # fmt: skip
-"""By ``quant_method``, the settings that it may have and their values; `_ANY` where none changes what weights are."""
+}
+"""By ``quant_method``."""
 
 
 def read_form(settings: Mapping[str, Any] | None, where: str) -> Fp8Form | None:
@@ -130,7 +133,7 @@ def _object(settings: Mapping[str, Any], name: str, where: str) -> Mapping[str, 
     return value
 
 
-def _check(settings: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], prefix: str, where: str) -> None:
+def _check(settings: Mapping[str, Any], known: Settings, prefix: str, where: str) -> None:
     """Refuse the first setting that is not known, or has another value."""
     for name, value in settings.items():
         if value is not None and (name not in known or (known[name] and value not in known[name])):

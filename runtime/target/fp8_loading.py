@@ -28,7 +28,7 @@ from ..errors import TargetError, UnsupportedModelError
 from .expert_loading import WHOLE, Fp8Experts, expert_parts
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
-from .known import FAMILIES, is_of_a_known_family
+from .known import FAMILIES, family_of
 
 _PACKED: tuple[tuple[str, ...], ...] = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -44,17 +44,10 @@ _MATRICES = (".weight", *WHOLE)
 _MAPPED_BYTES = 1 << 30
 """Tensors that are read while a file is open."""
 _SCALES = ("weight_scale", "weight_scale_inv")
-UNREAD = (
-    "input_scale",
-    "output_scale",
-    "activation_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
-    "rotary_emb.inv_freq",
-)
+_TABLE = "rotary_emb.inv_freq"
+UNREAD = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale", _TABLE)
 """Ends of names of tensors that are not used: scales of activations and of the KV cache, and computed tables."""
+_Shapes = list[tuple[int, ...]]
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -82,13 +75,12 @@ def load_by_tensor(
 ) -> nn.Module:
     """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8 if it has a ``form``.
 
-    ``form``: of a published checkpoint, or `AT_LOAD`. ``dtype``: of all else.
-    Raises `UnsupportedModelError` for another family; `TargetError` for tensors that are missing, unexpected, of
-    another shape or type, or hold NaN or infinity; `CheckpointError` for damaged files.
+    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else. Raises `UnsupportedModelError` for
+    another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged files.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-    if not is_of_a_known_family(model):
+    if family_of(model) is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(FAMILIES)} have. Take a "
             "target of these, or one that is not in FP8 (without target_weights)."
@@ -140,7 +132,7 @@ class _Loader:
             if name in expected:
                 self._check(name)
             elif name.endswith(UNREAD):
-                self.num_unused += not name.endswith(UNREAD[-1])
+                self.num_unused += not name.endswith(_TABLE)
             elif name != _LM_HEAD or not self._is_tied():
                 raise self._wrong(name, f"is not a tensor of {type(self.model).__name__} with this configuration")
         for file in self.checkpoint.files:
@@ -237,15 +229,11 @@ class _Loader:
         info = self.checkpoint.info(name)
         dtypes: tuple[str, ...] = FLOATS
         shape = self._shape_of(name)
-        shapes: list[tuple[int, ...]] = [shape]
+        shapes: _Shapes = [shape]
         if name in self.linears and not name.endswith(_MATRICES):
             out, columns = shape
             blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
-            allowed: dict[str, list[tuple[int, ...]]] = {
-                "block": [blocks],
-                "channel": [(out, 1), (out,)],
-                "tensor": [(), (1,)],
-            }
+            allowed: dict[str, _Shapes] = {"block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]}
             shapes = allowed[self._strategy]
         elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)

@@ -119,20 +119,11 @@ class FusedTarget(Target):
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
         rows, hidden = places * nodes, self.hidden_size
-        bufs = ForwardBuffers.allocate(
-            self,
-            places,
-            nodes,
-            logit_rows,
-            capacity,
-            self.ops.use_kernels,
-            residual=(rows, hidden),
-            scaled=(rows, hidden),
-            query=(rows, self.num_heads * self.head_dim),
-            attended=(rows, self.num_heads * self.head_dim),
-            gated=(rows, self.intermediate_size),
-            last=(logit_rows, hidden),
-        )
+        width = self.num_heads * self.head_dim
+        widths = {"residual": hidden, "scaled": hidden, "query": width, "attended": width}
+        working = {name: (rows, size) for name, size in (widths | {"gated": self.intermediate_size}).items()}
+        working["last"] = logit_rows, hidden
+        bufs = ForwardBuffers.allocate(self, places, nodes, logit_rows, capacity, self.ops.use_kernels, **working)
         counts, groups = (rows, logit_rows), num_groups(hidden)
         squares = (torch.empty((count, groups), dtype=torch.float32, device=self.device) for count in counts)
         bufs.squares, bufs.last_squares = squares

@@ -40,12 +40,9 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
         with suppress(HubError):
             find_snapshot(EMBEDDED_TARGET_REPO, None, True, lambda names, _: [*{"config.json"} & {*names}])
             return given
-        warnings.warn(
-            f"{given} is not on this machine; the built-in copy stands in for it. Its weights are dequantised (Q4_1 "
-            "and Q8_0 to bfloat16), so its output differs from the repository's.",
-            TargetWarning,
-            stacklevel=4,
-        )
+        what = f"{given} is not on this machine; the built-in copy stands in for it"
+        how = "Its weights are dequantised (Q4_1 and Q8_0 to bfloat16), so its output differs from the repository's"
+        warnings.warn(f"{what}. {how}.", TargetWarning, stacklevel=4)
         return embedded_target_folder()
     return given
 

@@ -32,32 +32,31 @@ class SharedCopy:
         self.taps: dict[int, Tensor] = {}
         """Tensors that hooks on the copies recorded, by place."""
         for module in modules:
-            # Methods that were put on a module itself (accelerate does so) are to act on its copy.
-            attributes = {name: self.of(value) for name, value in vars(module).items()}
+            copied = vars(self.of(module))
+            copied.update({name: self.of(value) for name, value in vars(module).items()}, training=False)
             for name in _DICTS:
                 # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
-                own = attributes[name] = attributes[name].copy()
+                own = copied[name] = copied[name].copy()
                 if isinstance(own, dict):
                     own.update({key: self.of(each) for key, each in own.items() if isinstance(each, nn.Module)})
-            vars(self.of(module)).update(attributes, training=False)
         self.model: nn.Module = self.of(model)
-        """The copy of the model itself."""
 
     def of(self, value: Any) -> Any:
-        """Return the copy of a module or configuration, a method bound to the copy, or anything else as it is."""
+        """Return the copy of a module, of a configuration, or of a method bound to one; anything else as it is."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if is_config(value):
-            self._copies[id(value)] = value, (copied := copy.copy(value))
-            settings = {name: self.of(each) for name, each in vars(value).items()}
+            copied = copy.copy(value)
+            self._copies[id(value)] = value, copied
             # Nothing but logits comes out of our forwards.
-            settings |= {name: False for name in OUTPUTS if name in settings}
-            vars(copied).update(settings, return_dict=True)
+            outputs = {name: False for name in OUTPUTS if name in vars(value)}
+            settings = {name: self.of(each) for name, each in vars(value).items()}
+            vars(copied).update(settings | outputs, return_dict=True)
             name_attention_(copied, self._attention)
             return copied
         if callable(value) and (inner := getattr(value, "_torchdynamo_orig_callable", None)) is not None:
             return self.of(inner)
-        if isinstance(value, MethodType) and id(value.__self__) in self._copies:
+        if isinstance(value, MethodType):  # accelerate puts some on a module itself, to act on its copy
             return MethodType(value.__func__, self.of(value.__self__))
         if isinstance(value, functools.partial):
             return functools.partial(self.of(value.func), *map(self.of, value.args), **value.keywords)

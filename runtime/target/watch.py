@@ -15,31 +15,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 from unittest.mock import ANY  # equal to everything
 
 import numpy as np
 import torch.nn.functional as F
-from eagle_slim.vocab_tools.compat import (
-    CALLS,
-    attention_name,
-    global_hooks,
-    is_config,
-    tensor_state,
-    unread_attributes,
-)
+from eagle_slim.vocab_tools.compat import attention_name, global_hooks, is_config, tensor_state, unread_attributes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .known import LIBRARIES, is_of_a_library
+from .known import is_of_a_library
 
 _LARGEST = 1 << 16
 """Entries of a container, and bytes of an array, up to which a change inside is noticed."""
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
-_OPAQUE = (type, ModuleType, logging.Logger)
+_OPAQUE = (type, GenericAlias, ModuleType, logging.Logger)
 _PARTS: dict[type, tuple[str, ...]] = {
     FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__closure__"),
     MethodType: ("__self__", "__func__"),
@@ -57,35 +50,27 @@ class Watch:
         self.is_blind = any(each.is_inference() for each in (*model.parameters(), *model.buffers()))
         """Whether tensors of inference mode, which have no version counter, can be written unseen."""
         self._unread = unread_attributes().union(("generation_config", "_eagle_slim_kept"), unread)
-        self._modules = list(model.modules())
-        self._types = list(map(type, self._modules))
-        self._taken: dict[int, Any] = {}
+        modules = list(model.modules())
+        self._taken: dict[int, Any] = {id(each): each for each in modules}
         """Objects whose contents are compared, by id; kept here, so that no other object gets that id."""
         self._contents: list[tuple[dict[str, Any], Contents]] = []
         """Contents as they were, and what reads them as they are."""
-        for each in self._modules:
-            self._take(each, 0)
-        kinds = {base for kind in self._types for base in kind.__mro__ if base is not object}
-        for kind in kinds:
-            # Of a library's class what a call goes through may be patched by a function with contents of its own.
-            self._compare(partial(vars, kind), _DEEPEST if kind.__module__.partition(".")[0] in LIBRARIES else 0)
-            for name in CALLS:
-                self._take(getattr(kind, name, None), 0)
-        for file in {F.__name__, *(kind.__module__ for kind in kinds)}:
+        classes = {kind for each in modules for kind in type(each).__mro__ if kind is not object}
+        for each in (*modules, *classes):
+            self._compare(partial(vars, each), 0)
+        for file in {F.__name__, *(kind.__module__ for kind in classes)}:
             held = vars(sys.modules[file])
-            get = itemgetter("__name__", *(name for name, value in held.items() if type(value) is FunctionType))
-            self._compare(partial(_apply, get, held), _DEEPEST)
+            names = [name for name, value in held.items() if isinstance(value, FunctionType)]
+            self._compare(partial(_pick, itemgetter("__name__", *names), held), _DEEPEST)
         configs = [each for each in self._taken.values() if is_config(each)]
         self._compare(lambda: {id(each): ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs}, 0)
-        self._compare(lambda: {"hooks": global_hooks()}, 0)
+        self._compare(lambda: {"hooks": global_hooks(), "classes": list(map(type, modules))}, 0)
 
     def has_changed(self) -> bool:
         """Report whether anything that a forward depends on has changed; waits for no device."""
         try:
-            return list(map(type, self._modules)) != self._types or any(
-                before != read() and self._read_part(before) != self._read_part(read())
-                for before, read in self._contents
-            )
+            pairs = ((before, read()) for before, read in self._contents)
+            return any(old != new and self._read_part(old) != self._read_part(new) for old, new in pairs)
         except (KeyError, RuntimeError, TypeError, ValueError):
             # Something went, or values of a kind that cannot be compared took the place of others.
             return True
@@ -102,15 +87,10 @@ class Watch:
     def _read_part(self, contents: Mapping[Any, Any]) -> dict[Any, Any]:
         return {name: contents[name] for name in contents.keys() - self._unread}
 
-    def _take(self, value: Any, depth: int) -> None:
-        """Compare the contents of an object from now on, if it has any."""
-        read = None if isinstance(value, _OPAQUE) or depth > _DEEPEST else _reader(value)
-        if read is not None and id(value) not in self._taken:
-            self._taken[id(value)] = value
-            self._compare(read, depth)
-
     def _compare(self, read: Contents, depth: int) -> None:
-        self._contents.append((before := dict(read()), read))
+        """Compare from now on what ``read`` gives."""
+        before = dict(read())
+        self._contents.append((before, read))
         for name, value in before.items():
             if name not in self._unread:
                 before[name] = self._frozen(value, depth)
@@ -118,15 +98,22 @@ class Watch:
                 before[name] = ANY
 
     def _frozen(self, value: Any, depth: int) -> Any:
-        """Return what is equal to a value until it changes; copies containers, so that a change inside is noticed."""
+        """Return what is equal to a value until it changes: a container's copy; what an object holds is compared."""
         if isinstance(value, (Tensor, np.ndarray)):
             return _Seen(value)
-        if not isinstance(value, (dict, list, tuple)) or len(value) > _LARGEST or depth > _DEEPEST:
-            self._take(value, depth + 1)
-            return set(value) if isinstance(value, set) else value
-        if isinstance(value, dict):
-            return {key: self._frozen(each, depth + 1) for key, each in value.items()}
-        return (tuple if isinstance(value, tuple) else list)(self._frozen(each, depth + 1) for each in value)
+        if depth > _DEEPEST or isinstance(value, _OPAQUE) or is_of_a_library(value):
+            return value
+        if isinstance(value, (dict, list, tuple)) and len(value) <= _LARGEST:
+            if isinstance(value, dict):
+                return {key: self._frozen(each, depth + 1) for key, each in value.items()}
+            return (tuple if isinstance(value, tuple) else list)(self._frozen(each, depth + 1) for each in value)
+        kinds = type(value).__mro__
+        names = [name for kind in kinds for name in _PARTS.get(kind, getattr(kind, "__slots__", ()))]
+        if id(value) not in self._taken and (names or hasattr(value, "__dict__")):
+            self._taken[id(value)] = value
+            used = set(_names(value.__code__)) if isinstance(value, FunctionType) else ()
+            self._compare(partial(_read, value, names, used), depth + 1)
+        return set(value) if isinstance(value, set) else value
 
 
 class _Seen:
@@ -154,19 +141,7 @@ def _state(tensor: Any) -> Any:
     return *tensor_state(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape
 
 
-def _reader(value: Any) -> Contents | None:
-    """Return what reads the contents of an object; None where it has none, and for a library's function."""
-    if isinstance(value, FunctionType) and is_of_a_library(value):
-        return None
-    kinds: Iterable[Any] = type(value).__mro__
-    names = [name for kind in kinds for name in _PARTS.get(kind, getattr(kind, "__slots__", ()))]
-    if not names:
-        return partial(getattr, value, "__dict__") if hasattr(value, "__dict__") else None
-    used = set(_names(value.__code__)) if isinstance(value, FunctionType) else set()
-    return lambda: _read(value, names, used)
-
-
-def _apply(get: Callable[[Any], Any], held: Any) -> dict[str, Any]:
+def _pick(get: Callable[[Any], Any], held: Mapping[str, Any]) -> dict[str, Any]:
     return {"functions": get(held)}
 
 

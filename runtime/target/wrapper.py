@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,11 +28,12 @@ from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .expert_loading import Fp8Experts
+from .few_rows import few_rows
 from .fp8 import Fp8Linear
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
-from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
+from .known import Choice, choose_forward, family_of, unfit_reason
 from .shared_copy import SharedCopy
 from .watch import Watch
 
@@ -40,15 +41,8 @@ _ATTENDING = {"attention", "full_attention", "sliding_attention"}
 """Types of layers that attend by softmax and keep nothing else."""
 _PROMPT_ADAPTERS = {"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "SUPERTUNING", "XLORA"}
 """peft's adapters whose effect on a token depends on other tokens of a forward, or on an argument of ``generate``."""
-_RECURRENT_MARKS = (
-    "ssm_cfg",
-    "state_size",
-    "mamba_d_state",
-    "mamba_d_conv",
-    "conv_L_cache",
-    "rescale_every",
-    "lru_width",
-)
+_RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "rescale_every", "lru_width")
+"""Settings of models that keep a recurrent state."""
 _LOCKS: WeakKeyDictionary[nn.Module, tuple[threading.RLock, threading.Lock]] = WeakKeyDictionary()
 """Two locks a target, shared by all who wrap it: one that other threads wait for, one that marks a running call."""
 _LOCKS_LOCK = threading.Lock()
@@ -66,7 +60,6 @@ class TargetModel(Target):
     """
 
     layers: nn.ModuleList
-    """The decoder layers."""
     backend: Choice
     """The forward that generation uses, and why."""
 
@@ -125,8 +118,7 @@ class TargetModel(Target):
             # Other threads wait above, so whoever holds it is this one.
             if own.locked():
                 raise UsageError(
-                    "generate() was called while it is running, by its streamer, a criterion or a logits processor. "
-                    "Let that answer end first."
+                    "generate() was called within a call, by a streamer, a criterion or a processor. Let it end first."
                 )
             with own:
                 yield
@@ -145,9 +137,8 @@ class TargetModel(Target):
         for layer in self.tap_layers or ():
             if not 0 <= layer <= len(self.layers):
                 raise PairingError(
-                    f"The head taps the input of decoder layer {layer}, but {type(self.model).__name__} has layers 0 "
-                    f"to {len(self.layers) - 1}. The head was trained for another target; tap layers: "
-                    f"{self.tap_layers}."
+                    f"The head taps the inputs of decoder layers {self.tap_layers}; {type(self.model).__name__} has "
+                    f"layers 0 to {len(self.layers) - 1}. The head was trained for another target."
                 )
         # What the drafter's weights and buffers were made for.
         sizes = {
@@ -171,6 +162,11 @@ class TargetModel(Target):
             else:
                 self._copy = SharedCopy(self.model, attention.ATTENTION_NAME)
                 self._record_features(self._copy)
+                lm_head: Any = self._copy.of(self.model.get_output_embeddings())
+                # Quantised weights multiply themselves.
+                is_plain = type(lm_head) is nn.Linear and type(lm_head.weight) is nn.Parameter
+                if is_plain and lm_head.bias is None:
+                    vars(lm_head).setdefault("forward", partial(few_rows, weight=lm_head.weight))
         for name in ("layer_shapes", "eager_reason", "weight_bytes"):
             vars(self).pop(name, None)
         self.version += 1
@@ -193,14 +189,11 @@ class TargetModel(Target):
                 )
             return Choice("fused", getattr(self.model, "fp8_note", "weights in FP8"))
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
-        could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and is_of_a_known_family(self.model)
+        could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and family_of(self.model)
         if could_be and backend.name != "fused" and backend.reason not in self._warned:
             self._warned.add(backend.reason)
-            warnings.warn(
-                f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}.",
-                SpeedWarning,
-                stacklevel=2,
-            )
+            message = f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}."
+            warnings.warn(message, SpeedWarning, stacklevel=2)
         return backend
 
     @property
@@ -416,15 +409,9 @@ def _problems(model: Any) -> Iterator[str]:
         yield "is not a transformers model; load the target with AutoModelForCausalLM, and pass it unwrapped."
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
-        yield (
-            "has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one that "
-            "changes weights, such as LoRA."
-        )
+        yield "has an adapter that puts rows before the prompt (prompt or prefix tuning). Use one such as LoRA."
     for kind in _prompt_adapters(model):
-        yield (
-            f"has an adapter that looks at the whole prompt ({kind}), and prompts are run in parts. Use one "
-            "that changes weights, such as LoRA, or take this one out (unload)."
-        )
+        yield f"has an adapter that looks at the whole prompt ({kind}), which is run in parts: unload it, or use LoRA."
     # Whoever else wraps generate changes what a forward of ours does not see.
     origin = str(getattr(getattr(model, "generate", None), "__module__", None) or "transformers")
     if origin.partition(".")[0] not in ("transformers", "peft"):
@@ -450,24 +437,18 @@ def _problems(model: Any) -> Iterator[str]:
     # A configuration of attention layers alone, as some Granite 4.0 models have, in a class for hybrid ones.
     attends = bool(types) and types <= _ATTENDING
     attends = attends and not any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
-    has_marks = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
+    has_marks = any(getattr(text, mark, None) is not None for mark in _RECURRENT)
     if not attends and (has_marks or is_recurrent(model)):
         yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
-        yield (
-            "is quantised dynamically, so a token's logits depend on what is computed beside it. Load it as it was, or "
-            "with its weights quantised only."
-        )
+        yield "is quantised dynamically: logits depend on what is beside a token. Quantise its weights alone."
     if others := types - _ATTENDING:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
     if is_alibi or not any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim")):
         yield f"has no rotary positions. {can}"
     if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
-        yield (
-            "uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static scaling "
-            "(linear, yarn, llama3)."
-        )
+        yield "uses dynamic RoPE scaling, which changes frequencies of keys already cached; use linear, yarn, llama3."
     if not takes_attention(model):
         yield f"does not take a registered attention function in this version of transformers. {can}"
 
@@ -503,6 +484,6 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     found = next((layers for layers in lists if len(layers) == count), None)
     if found is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: no list of {count} decoder layers was found to read features from."
+            f"{type(model).__name__} has no list of {count} decoder layers to read features from."
         )
     return found

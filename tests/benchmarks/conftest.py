@@ -1,7 +1,5 @@
 """A tiny model that whole calls are made of, and a random one of dimensions named tiny."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,9 +13,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from support.tiny_models import write_pair
 
     target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    return SpeculativeModel.from_pretrained(
-        open_target(target, target_backend="fused"), head, tree=TreeConfig(2, 4, 20)
-    )
+    opened = open_target(target, target_backend="fused")
+    return SpeculativeModel.from_pretrained(opened, head, tree=TreeConfig(2, 4, 20))
 
 
 @pytest.fixture

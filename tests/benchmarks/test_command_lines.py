@@ -1,7 +1,5 @@
 """What is wrong with a benchmark's arguments ends it before anything is loaded, with exit code 2."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

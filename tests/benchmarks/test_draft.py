@@ -1,7 +1,3 @@
-"""The drafter's benchmark on a CPU with toy dimensions: rows, checks before times, ratios."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

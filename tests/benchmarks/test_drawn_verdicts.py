@@ -1,12 +1,9 @@
 """Drawn verdicts of benchmarks: lengths, ranks, paths in the drafted tree, and steps that accept what was drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from eagle_slim.runtime import TreeConfig, UsageError
 from eagle_slim.runtime.drafter.tuning import problem
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import Trees, layout_tree
 from support.raising import raises
 

@@ -1,7 +1,3 @@
-"""Our rows on a tiny model; engines' lines beside them, and the chart of both."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The proof that drafted answers are plain ones, whole but small: what it covers, what it finds, what it tells."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any
@@ -10,9 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.tuning import problem
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools import DraftVocab
 
 from benchmarks import exact

@@ -1,10 +1,7 @@
 """The gates: their logic on made-up records, the file of thresholds, and a whole run with toy dimensions on a CPU."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,12 +107,7 @@ def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int) -> Non
     assert all(each[name]["reference"] == ratios[name] for each in found["micro_rounds"] for name in ratios)
 
 
-def test_a_run_end_to_end(
-    random_model: decoding.RandomModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_end_to_end(random_model, tmp_path, monkeypatch, capsys):
     """References are recorded, then met; with references of nothing every round is red."""
     monkeypatch.setattr(command, "TOP_K", 4)
     monkeypatch.setattr(command, "_TIMES", dict.fromkeys(command._TIMES, 1))

@@ -1,13 +1,8 @@
-"""Generation end to end, on a CPU with toy dimensions: rows, drawn acceptance, gains, loss."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime import TreeConfig, UsageError
 from support.raising import raises
 
 from benchmarks import generate

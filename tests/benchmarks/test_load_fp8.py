@@ -1,7 +1,3 @@
-"""A checkpoint of holes with toy dimensions on a CPU: quantised and published, in shards."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

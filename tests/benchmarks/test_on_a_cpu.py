@@ -1,7 +1,5 @@
 """Counting and converting, whole but small; and what stands beside every figure."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

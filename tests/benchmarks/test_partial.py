@@ -1,7 +1,3 @@
-"""Steps that run ahead on a tiny random model, and the shares of them that full passes confirm."""
-
-from __future__ import annotations
-
 import pytest
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 

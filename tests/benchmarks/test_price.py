@@ -1,7 +1,5 @@
 """Free forwards compute what ours do, and the fastest parts that agree are chosen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

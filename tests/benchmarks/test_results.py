@@ -1,7 +1,5 @@
 """Committed results: each is cited or read, and says what it was measured on and at which commit of the history."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

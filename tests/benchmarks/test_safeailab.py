@@ -1,7 +1,5 @@
 """The benchmark of the drop-in around the stand-in of SafeAILab's EAGLE: checks, times, what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -27,9 +25,7 @@ def arguments(tmp_path: Path) -> Any:
     return lambda *line: safeailab.parse(["--upstream", str(tmp_path / "EAGLE"), "--device", "cpu", *line])
 
 
-def test_variants(
-    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variants(arguments, tmp_path, monkeypatch, capsys):
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)

@@ -1,17 +1,12 @@
-"""Shapes side by side: what their figures are taken for, and steps of several shapes."""
-
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from eagle_slim.runtime import GenerationStats
+from eagle_slim.runtime import GenerationStats, TreeConfig
 from eagle_slim.runtime.api.stats import StepTimes
 from eagle_slim.runtime.compare.prompts import Prompt
-from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks import shapes
 from benchmarks.shared import decoding

@@ -1,7 +1,3 @@
-"""Steps of a tiny random model on a CPU: a row for each tree and prefix."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

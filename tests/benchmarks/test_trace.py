@@ -1,7 +1,5 @@
 """What a trace tells of steps: times by part, and waits, copies and allocations that should not be."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""What the tests of this package share."""
-
 import pytest
 from support.heads import write_target
 

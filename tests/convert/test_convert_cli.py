@@ -1,5 +1,3 @@
-"""The commands: wiring, output and exit codes."""
-
 import json
 import subprocess
 import sys
@@ -8,9 +6,8 @@ import pytest
 from eagle_slim.convert import Artifact, removed_cli
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.verify_cli import main as verify_command
-from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools import count_tokens, load_tokenizer
 from eagle_slim.vocab_tools.sources import parse_source
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.heads import write_eagle3, write_freq, write_target
 from support.small_tokenizers import byte_level_bpe, write_folder
 

@@ -16,6 +16,7 @@ import torch
 from eagle_slim.convert.cli import main as convert_command
 from engines import oracle
 from safetensors.torch import load_file, save_file
+from support.heads import write_freq
 
 TAPS = (1, 3, 6)
 """Tap layers of the head that does not use the default ones."""
@@ -33,7 +34,7 @@ class OracleFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = oracle.build_target(folder / "target")
-        self.token_map = oracle.write_token_map(folder / "ranks.pt")
+        self.token_map = write_freq(folder / "ranks.pt", oracle.ranked_ids())
         self.head = cache(self._head)
         self.artifact = cache(self._artifact)
 
@@ -72,9 +73,7 @@ class OracleFiles:
 def command(name: str, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run one of our commands as installed beside this Python; fails unless it exits with ``expect``."""
     done = subprocess.run([str(Path(sys.executable).parent / name), *arguments], capture_output=True, text=True)
-    assert done.returncode == expect, (
-        f"{name} {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
-    )
+    assert done.returncode == expect, f"{done.args}: exit {done.returncode}\n{done.stdout}{done.stderr}"
     return done
 
 
@@ -127,11 +126,6 @@ def break_map(artifact: Path, out: Path, how: str) -> Path:
         raise ValueError(how)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
 
 
 def chat_prompts(number: int) -> list[str]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from support.heads import write_json, write_tensors
+from support.heads import write_json, write_model
 
 VOCAB = 2048
 HIDDEN = 512
@@ -131,11 +131,9 @@ def build_target(folder: Path) -> Path:
         norm[CONST] = _rms_after(layer)
         tensors[f"{name}input_layernorm.weight"] = norm
         tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
-    folder.mkdir(parents=True)
-    write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
     config = _common_config(torch.bfloat16) | {"architectures": ["LlamaForCausalLM"]}
     config |= {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS // 2}
-    write_json(folder / "config.json", config)
+    write_model(folder, config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
     write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(folder)
     return folder
@@ -179,12 +177,10 @@ def eagle3_tensors(taps: Sequence[int] = DEFAULT_TAPS, sign: float = -1.0) -> di
 
 
 def with_biases(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch.Tensor]:
-    """The same head with biases in all projections of its layer, without which it drafts wrongly."""
     shift = 8 * torch.randint(1, 3, (HIDDEN,), generator=torch.Generator().manual_seed(15)).float()
     biases = {"self_attn.q": torch.zeros(HIDDEN), "self_attn.k": torch.zeros(HIDDEN), "self_attn.v": shift}
-    changed = {
-        name: tensors[f"{layer}{name}_proj.weight"].clone() for name in ("self_attn.v", "self_attn.o", "mlp.gate")
-    }
+    names = ("self_attn.v", "self_attn.o", "mlp.gate")
+    changed = {name: tensors[f"{layer}{name}_proj.weight"].clone() for name in names}
     if changed["mlp.gate"].any():
         # The constant coordinate, 1 in the embedding and -1 in the values, takes away what the biases add.
         changed["self_attn.v"][:, CONST] -= shift
@@ -214,14 +210,8 @@ def with_head_norms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def build_eagle3_head(
-    folder: Path,
-    ids: Sequence[int] | None = None,
-    taps: Sequence[int] | None = None,
-    own_lm_head: bool = True,
-    is_biased: bool = False,
-    has_trained_embedding: bool = False,
-    has_head_norms: bool = False,
-) -> Path:
+    folder, ids=None, taps=None, own_lm_head=True, is_biased=False, has_trained_embedding=False, has_head_norms=False
+):
     """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in their order, as some trainers spell it.
 
     ``taps`` writes a top-level ``eagle_aux_hidden_state_layer_ids``; without it the head is made for the default taps
@@ -247,8 +237,6 @@ def build_eagle3_head(
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     if ids is not None:
         tensors["d2t"] = (torch.tensor(ids) - torch.arange(draft_vocab)).int()
-    folder.mkdir(parents=True)
-    write_tensors(folder, tensors)
     config = _common_config(torch.bfloat16) | {"architectures": ["LlamaForCausalLMEagle3"]}
     config |= {"num_hidden_layers": 1, "num_key_value_heads": HEADS, "attention_bias": is_biased, "mlp_bias": is_biased}
     config["draft_vocab_size"] = draft_vocab if own_lm_head else None
@@ -256,8 +244,7 @@ def build_eagle3_head(
         config["embed_requires_grad"] = True
     if taps is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(taps)
-    write_json(folder / "config.json", config)
-    return folder
+    return write_model(folder, config, tensors)
 
 
 def build_eagle1_head(folder: Path, is_biased: bool = False) -> Path:
@@ -273,13 +260,10 @@ def build_eagle1_head(folder: Path, is_biased: bool = False) -> Path:
     tensors |= {f"layers.0.mlp.{name}_proj.weight": zeros for name in ("gate", "up", "down")}
     if is_biased:
         tensors = with_biases(tensors, "layers.0.")
-    folder.mkdir(parents=True)
-    write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
     config = _common_config(torch.bfloat16) | {"architectures": ["LlamaForCausalLM"], "bias": True}
     config |= {"num_hidden_layers": 1, "num_key_value_heads": HEADS}
     config |= {"attention_bias": None, "mlp_bias": None} if is_biased else {}
-    write_json(folder / "config.json", config)
-    return folder
+    return write_model(folder, config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
 
 
 def build_dflash(folder: Path, mapped: int | None = None) -> Path:
@@ -318,16 +302,7 @@ def build_dflash(folder: Path, mapped: int | None = None) -> Path:
     else:
         outer |= {**inner, "architectures": ["DFlashDraftModel"]}
         outer["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": [1, 3, 4]}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", outer)
-    write_tensors(folder, tensors)
-    return folder
-
-
-def write_token_map(path: Path) -> Path:
-    """Write all ids by rank as FR-Spec and SGLang store them: ``torch.save`` of a list of ints."""
-    torch.save(ranked_ids(), path)
-    return path
+    return write_model(folder, outer, tensors)
 
 
 def _common_config(dtype: torch.dtype) -> dict[str, object]:

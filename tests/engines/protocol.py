@@ -55,9 +55,8 @@ def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float 
         del _workers[key]
         code = process.wait()
         errors.seek(0)
-        raise RuntimeError(
-            f"{worker} ended with {code} after {len(answers)} of {len(jobs)} jobs:\n{errors.read()[-4000:]}"
-        ) from None
+        how = f"{worker} ended with {code} after {len(answers)} of {len(jobs)} jobs"
+        raise RuntimeError(f"{how}:\n{errors.read()[-4000:]}") from None
     finally:
         timer.cancel()
     return answers

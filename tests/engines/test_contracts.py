@@ -8,8 +8,9 @@ load the way the engine does, and must then draft the oracle's tokens.
 import pytest
 import torch
 from engines import oracle
-from engines.artifacts import OracleFiles, config_of
+from engines.artifacts import OracleFiles
 from safetensors.torch import load_file
+from support.heads import config_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -69,9 +70,7 @@ def tapped(token: int, taps: tuple[int, ...] = oracle.DEFAULT_TAPS) -> torch.Ten
 
 
 @pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped", 320), ("full", "full")])
-def test_safeailab_loads_every_tensor_by_name_and_drafts_the_right_tokens(
-    oracle_files: OracleFiles, head: str, draft_vocab: int | str
-) -> None:
+def test_safeailab_loads_every_tensor_by_name_and_drafts_the_right_tokens(oracle_files, head, draft_vocab):
     folder = oracle_files.artifact(head, draft_vocab)
     assert not list(folder.glob("*.bin")), "ea_model.py reads pytorch_model.bin before model.safetensors"
     model = SafeAILabHead(config_of(folder)).float()

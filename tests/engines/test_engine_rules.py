@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert import names
+from eagle_slim.convert import names, verify_artifact
 from eagle_slim.convert.engines import (
     ENGINES,
     HeadFacts,
@@ -17,7 +17,6 @@ from eagle_slim.convert.engines import (
     require_engines,
     version_findings,
 )
-from eagle_slim.convert.verify.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 from support.raising import raises

@@ -84,13 +84,13 @@ def _pinned() -> tuple[str, str]:
     return found[1], found[2]
 
 
-def generate(program: Path, prompt: str, head: Path, *, depth: int, num_tokens: int) -> tuple[int, int]:
-    """Let llama.cpp continue a prompt for SmolLM2 greedily, on one thread, with `depth` drafts a pass.
+def generate(program: Path, prompt: str, head: Path) -> tuple[int, int]:
+    """Let llama.cpp continue a prompt for SmolLM2 greedily, on one thread, with `DEPTH` drafts a pass.
 
     Returns the tokens generated, which may be a few more, and how many of them were accepted drafts: each pass of the
     target gives one token more than it accepts.
     """
-    options = f"--spec-type draft-eagle3 --spec-draft-n-max {depth} --temp 0 -n {num_tokens} -c 1024 -t 1".split()
+    options = f"--spec-type draft-eagle3 --spec-draft-n-max {DEPTH} --temp 0 -n {NUM_TOKENS} -c 1024 -t 1".split()
     command = [program, "-m", embedded_gguf(), "-md", head, *options, "--ignore-eos", "--no-escape", "-p", prompt]
     for _ in range(_ATTEMPTS):
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
@@ -110,7 +110,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(artifact: Path) -> Path:
-    """The artifact as GGUF in bfloat16, written by llama.cpp's own converter."""
     path = artifact.parent / "slim-bf16.gguf"
     with source() as folder:
         line = [sys.executable, folder / "convert_hf_to_gguf.py", artifact, "--outtype", "bf16", "--outfile", path]
@@ -138,14 +137,11 @@ def test_the_accepted_length_is_ours(artifact: Path, converted: Path) -> None:
     program, prompts = build(), chat_prompts(NUM_PROMPTS)
     # Two processes at a time, as each computes on one thread.
     with ThreadPool(2) as pool:
-        answers = pool.map(
-            lambda prompt: generate(program, prompt, converted, depth=DEPTH, num_tokens=NUM_TOKENS), prompts
-        )
+        answers = pool.map(lambda prompt: generate(program, prompt, converted), prompts)
     theirs = sum(tokens for tokens, _ in answers) / sum(tokens - accepted for tokens, accepted in answers)
-    # `depth` counts the passes after the first one.
-    model = SpeculativeModel.from_pretrained(
-        head=artifact, tree=TreeConfig(DEPTH - 1, 1, DEPTH + 1), dtype="float32", device="cpu"
-    )
+    # A tree's depth counts the passes after the first one.
+    tree = TreeConfig(DEPTH - 1, 1, DEPTH + 1)
+    model = SpeculativeModel.from_pretrained(head=artifact, tree=tree, dtype="float32", device="cpu")
     stats = model.generate(prompts, max_new_tokens=NUM_TOKENS, max_slots=len(prompts), ignore_eos=True).stats
     assert theirs > 1.5
     assert theirs == pytest.approx(stats.mean_accepted_length, rel=0.1)

@@ -1,7 +1,5 @@
 """`examples/same_text.py` with two real vLLM servers on a CPU, with a head and without."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

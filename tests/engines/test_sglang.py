@@ -1,9 +1,6 @@
-"""SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended."""
-
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.token_maps import export_token_map
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.vocab_tools import DraftVocab, export_token_map
 from engines import oracle
 from engines.artifacts import OracleFiles, expected_ids
 from engines.protocol import Json, ask

@@ -58,7 +58,6 @@ def broken(files: OracleFiles, how: str) -> Json:
 
 @pytest.fixture(scope="module")
 def served(oracle_files: OracleFiles) -> dict[str, Json]:
-    """Results of the short list of cases, and of plain decoding, from one vLLM process."""
     slim = oracle_files.artifact("full", 640)
     jobs = {"plain": job(oracle_files, None, prompts=[*PROMPTS, RARE_PROMPT])}
     jobs |= {name: case(oracle_files, *what) for name, what in CASES.items()}
@@ -107,9 +106,7 @@ def test_without_its_map_no_draft_of_dflash_is_accepted(more_served: dict[str, J
     assert more_served["DFlash without its map"]["accepted"] == 0
 
 
-def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(
-    served: dict[str, Json], oracle_files: OracleFiles
-) -> None:
+def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(served, oracle_files):
     found = target_ids(oracle_files.artifact("full", 640))
     assert found == expected_ids(640)
     assert not set(oracle.prompt(100, length=oracle.CYCLE)) & set(found)
@@ -125,9 +122,7 @@ def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(
         pytest.param("absolute", "more_served", marks=pytest.mark.slow),
     ],
 )
-def test_a_broken_map_drafts_nothing_right_and_eagle_verify_refuses_it(
-    request: pytest.FixtureRequest, oracle_files: OracleFiles, how: str, fixture: str
-) -> None:
+def test_a_broken_map_drafts_nothing_right_and_eagle_verify_refuses_it(request, oracle_files, how, fixture):
     result = request.getfixturevalue(fixture)[how]
     if how == "absolute":
         assert "IndexError" in result["error"]

@@ -53,9 +53,8 @@ def run(job: Json) -> Json:
             disable_log_stats=False,
             speculative_config=speculative,
         )
-        sampling = SamplingParams(
-            temperature=0, max_tokens=job.get("max_tokens", 32), ignore_eos=True, detokenize=False
-        )
+        length = job.get("max_tokens", 32)
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         result: Json = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
         names = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}

@@ -1,7 +1,5 @@
 """Drafts of the whole kernel with several programs, small enough for Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,8 +1,5 @@
 """Cases for `choose_tokens`: a batch of small trees with everything that a choice depends on, and what is expected."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,20 +39,11 @@ class Case:
     state: ChoiceState
     nodes: int
 
-    def set_numbers(
-        self,
-        temperature: float = 1.0,
-        top_k: int = 1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        min_new_tokens: int = 0,
-    ) -> None:
+    def set_numbers(self, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_new_tokens=0):
         numbers = [temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens]
         self.state.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
     def choose(self, rules: ChoiceRules, tile: int = 512, capacity: int = 8192) -> Tensor:
-        """By the kernels: int32 [places, nodes]."""
         places, vocab = self.logits.shape[0] // self.nodes, self.logits.shape[1]
         out = torch.full((places, self.nodes), -7, dtype=torch.int32, device=self.logits.device)
         scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, tile, capacity)
@@ -69,15 +57,7 @@ class Case:
         return out
 
 
-def random_case(
-    vocab: int,
-    slots: int = 2,
-    parents: Iterable[int] = CHAIN_AND_FORK,
-    active: Iterable[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    scale: float = 3.0,
-) -> Case:
+def random_case(vocab, slots=2, parents=CHAIN_AND_FORK, active=None, dtype=torch.float32, device="cpu", scale=3.0):
     """Random logits, trees of one shape, keys, and texts; all numbers neutral."""
     parents, active = list(parents), list(range(slots) if active is None else active)
     nodes = len(parents)

@@ -7,8 +7,6 @@ registers, spills, and those in the inner loops of products, where there may be 
 products are overwritten (`machine_code`). Must run without ``TRITON_INTERPRET``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime import DrafterConfig, TreeConfig
 from eagle_slim.runtime.drafter.kernels.ancestor_attention import DraftCache
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
@@ -30,7 +28,6 @@ from eagle_slim.runtime.drafter.launch import compile_options, kernel_constants
 from eagle_slim.runtime.drafter.launch_params import Chip, choose_launch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
 from kernels.machine_code import FAULTS, mixed_halves, overwritten_operands, spills_among_products
 from triton.backends.compiler import GPUTarget
@@ -57,7 +54,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
     of_head |= {"stream": weight, "row_ids": "*i32", "draft_vocab": "i32", "stride_embedding": "i32"}
     groups = {
         "features": Features(model, "i32", "i32"),
-        **{"tap_offset_1": "i64", "tap_offset_2": "i64", "depth": "i32", "total_tokens": "i32"},
+        **{"tap_offset_1": "i64", "tap_offset_2": "i64", "num_slots": "i32", "depth": "i32", "total_tokens": "i32"},
         "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
         "head": HeadTensors(**of_head),
         "cache": DraftCache(model, model, "i32", "i32"),
@@ -78,9 +75,7 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, Any], str]
         if kind.startswith("*") or name.startswith("stride")
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
-    by_index: dict[tuple[int, ...], Any] = {
-        (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
-    }
+    by_index: Any = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
     compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
     ptx = compiled.asm["ptx"]

@@ -8,8 +8,6 @@ spills, warps, and operands that are overwritten (`machine_code`); exit status 1
 ``TRITON_INTERPRET``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Read a kernel's PTX, and nvdisasm's listing of it, for what slows loops of matrix products or computes wrongly."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

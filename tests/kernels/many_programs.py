@@ -5,8 +5,6 @@ program of the same launch. Programs are delayed at random after barriers, so th
 program must count barriers alike. Run as a script, it drafts every case and prints a JSON line for each.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

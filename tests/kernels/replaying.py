@@ -1,14 +1,9 @@
 """Draft with the persistent kernel on poisoned memory, and replay the draft by the fp32 reference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import check_finished
-from eagle_slim.runtime.drafter.launch import Weights, launch_drafter
+from eagle_slim.runtime import Buffers, DrafterConfig, TreeConfig, Weights, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
@@ -18,8 +13,6 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
     replay,
     tree_of,
 )
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import nan_fill, problem
 
@@ -39,30 +32,19 @@ class Drafted:
     agreement: Agreement
 
     def reference_tree(self) -> DraftTree:
-        """The reference's own draft of the same step, in the same type."""
         self.bufs.keys.copy_(self.step.keys)
         self.bufs.values.copy_(self.step.values)
         launch_drafter(self.cfg, self.step.features, self.weights, self.bufs, "reference")
         return tree_of(self.bufs)
 
 
-def draft(
-    head: HeadWeights,
-    tree: tuple[int, int, int],
-    prefixes: list[int],
-    num_new: list[int],
-    active: list[int] | None = None,
-    weight_dtype: torch.dtype | None = None,
-    separate_taps: bool = False,
-) -> Drafted:
+def draft(head, tree, prefixes, num_new, active=None, weight_dtype=None, separate_taps=False):
     cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype)
     taps = tuple(tap.contiguous() for tap in joined.chunk(3, -1)) if separate_taps else joined
     return run(cfg, taps, weights, bufs)
 
 
-def run(
-    cfg: DrafterConfig, features: torch.Tensor | tuple[torch.Tensor, ...], weights: Weights, bufs: Buffers
-) -> Drafted:
+def run(cfg, features, weights, bufs):
     nan_fill(bufs)
     step = Step.of(features, bufs)
     launch_drafter(cfg, features, weights, bufs, "triton")

@@ -1,7 +1,5 @@
 """Attention against its twin: trees, chunks, windows, main parts kept and merged, poisoned rows, odd sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton
@@ -45,9 +43,7 @@ FAR = (2, 2, 1, 16, [1700, 0, 640])
         pytest.param(MANY, torch.float16, 40, marks=SLOW),
     ],
 )
-def test_trees(
-    device: str, shape: tuple[int, int, int, int, list[int]], dtype: torch.dtype, window: int | None
-) -> None:
+def test_trees(device, shape, dtype, window):
     (nodes, heads, kv_heads, head_dim, lengths), slots = shape, len(shape[-1])
     parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
     tree = layout_tree(torch.zeros((slots, nodes), dtype=torch.int64), parents, path_width=7)
@@ -83,7 +79,6 @@ def test_chunks(device: str, length: int, count: int, nodes: int, window: int | 
 
 
 def one_chunk(device: str, length: int, count: int, nodes: int) -> ChunkRows:
-    """A chunk of the second slot's prompt."""
     box = PromptBox.allocate(100, device)
     box.numbers[:2] = torch.tensor([1, length + count])
     chunk = ChunkRows.allocate(nodes, torch.tensor([4, length], dtype=torch.int32, device=device))
@@ -91,24 +86,13 @@ def one_chunk(device: str, length: int, count: int, nodes: int) -> ChunkRows:
     return chunk
 
 
-def check(
-    rows: ForwardRows,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    window: int | None,
-    ends: list[int],
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def check(rows, heads, kv_heads, head_dim, dtype, window, ends, softcap=None, sinks=None):
     """Kernel and twin agree, whatever lies beyond the rows in use."""
     device = rows.tokens.device
     width = (heads + 2 * kv_heads) * head_dim
     qkv = torch.randn(len(rows.tokens), width, dtype=dtype, device=device)
-    keys, values = (
-        torch.randn(len(ends), kv_heads, max(ends) + 20, head_dim, dtype=dtype, device=device) for _ in range(2)
-    )
+    shape = len(ends), kv_heads, max(ends) + 20, head_dim
+    keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
     for slot, end in enumerate(ends):
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")

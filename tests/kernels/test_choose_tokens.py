@@ -1,7 +1,5 @@
 """Choosing tokens: cases by hand, the twin against transformers' own, the kernels against the twin."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -10,10 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from eagle_slim.runtime import SamplingConfig, UsageError
 from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.drafter.tuning.timing import capture
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
@@ -28,9 +25,9 @@ from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from eagle_slim.runtime.target.kernels.machine import NO_FUSION
 from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
-from scipy import stats
 from support.raising import raises_with
 from support.sampling import exponentials, splitmix
+from support.sweeps import sweep
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -38,7 +35,6 @@ SLOW = pytest.mark.slow
 
 
 def rules_of(config: SamplingConfig) -> ChoiceRules:
-    """The stages that a configuration asks for."""
     return ChoiceRules(not config.is_greedy, config.top_k > 0, config.top_p < 1, config.min_p > 0)
 
 
@@ -64,6 +60,8 @@ def test_noise_by_hand() -> None:
 
 def test_noise_is_exponential_to_the_last_but_a_few_bits(device: str) -> None:
     """The kernel's noise is the twin's, that within a millionth of the logarithm's, and exponentially distributed."""
+    from scipy import stats
+
     size, noise = 1 << 14, []
     for key in (0, 1, -1, -(2**63), 2**63 - 1, 123456789012345678):
         out = torch.empty(size, dtype=torch.int32, device=device)
@@ -143,7 +141,7 @@ EDGES += [SamplingConfig(1.0, **each) for each in ({"top_p": 1e-6}, {"top_k": 1}
 
 
 @pytest.mark.usefixtures("_stable_sort")
-@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bf16 ties"])
+@pytest.mark.parametrize("rounded", sweep([False, True], False), ids=["float32", "bf16 ties"])
 @pytest.mark.parametrize("config", [*USUAL, *EDGES], ids=str)
 def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: bool) -> None:
     # Scores over so low a temperature are infinite to transformers; the cuts take tiny ones for equal.

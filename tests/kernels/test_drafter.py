@@ -1,25 +1,23 @@
 """The whole draft in one launch, under the interpreter at toy sizes, against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from eagle_slim.runtime import TreeConfig, launch_drafter
 from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
-from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.launch_params import LaunchParams, chip_of, choose_launch
 from eagle_slim.runtime.drafter.tuning.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS, Case
 from kernels.cases import draft as draft_case
 from kernels.chips import KNOWN_CHIPS
 from kernels.compiled_drafter import LLAMA_8B
 from kernels.replaying import assert_agrees, assert_equal_trees, assert_is_the_references, draft, run
 from support.drafting import nan_fill, problem, random_head, with_options
+from support.sweeps import sweep
 
 SLOW = pytest.mark.slow
 ONE_KV_HEAD = {"heads": 6, "kv_heads": 1, "head_dim": 40, "hidden": 48, "qkv_bias": True}
@@ -39,10 +37,9 @@ CASES = {
     "empty prefix, wider target": ({"target_hidden": 80}, (1, 2, 5), [0], [2], None),
     "long prefix": ({}, (1, 2, 6), [200], [2], None),
 }
-QUICK = ("eagle3", "eagle", "more new tokens than rows", "one kv head, qkv bias", "empty prefix, wider target")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+@pytest.mark.parametrize("name", sweep(CASES, "eagle3", "eagle", "one kv head, qkv bias"))
 def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     options, tree, prefixes, num_new, active = CASES[name]
     drafted = draft(random_head(**options, device=device), tree, prefixes, num_new, active)

@@ -1,21 +1,14 @@
 """The persistent drafter on a GPU: every type against the fp32 reference, real dimensions, and graphs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import check_finished
+from eagle_slim.runtime import DrafterConfig, EagleSlimError, Weights, allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
-from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
-from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
-from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
@@ -39,9 +32,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
-def test_every_type(
-    dtype: torch.dtype, weight_dtype: torch.dtype | None, record_property: Callable[[str, object], None]
-) -> None:
+def test_every_type(dtype, weight_dtype, record_property):
     head = small_head(dtype=dtype, **MEDIUM)
     drafted = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0], weight_dtype)
     record_property("agreement", str(drafted.agreement))
@@ -81,12 +72,7 @@ WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
     ],
     ids=["llama-3.1-8b", "llama-3.1-8b, each tap normed", "llama-3.1-8b, all taps normed", "16,384 wide"],
 )
-def test_real_dimensions(
-    dims: Dims,
-    options: dict[str, Any],
-    weight_dtype: torch.dtype | None,
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_real_dimensions(dims, options, weight_dtype, record_property):
     head = with_options(random_head(dims, torch.device("cuda")).of_rows(slice(32000)), **options)
     cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), 1, 4096 + 16, weight_dtype)
     weights = Weights.pack(head, cfg)
@@ -147,9 +133,8 @@ def test_fp8_is_what_the_name_gives() -> None:
     from eagle_slim.runtime import SpeculativeModel
 
     try:
-        model = SpeculativeModel.from_pretrained(
-            dtype=torch.bfloat16, device="cuda", draft_weights="fp8", tree=TreeConfig()
-        )
+        options = {"dtype": torch.bfloat16, "device": "cuda", "draft_weights": "fp8"}
+        model = SpeculativeModel.from_pretrained(**options, tree=TreeConfig())
     except EagleSlimError as error:
         pytest.skip(f"no built-in target here: {error}")
     prompt = model.encode_chat("What is 12 times 7?")

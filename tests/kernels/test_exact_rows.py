@@ -4,8 +4,6 @@ Logits, keys and values of a token are compared bit for bit between plain decodi
 random trees, chains, and other sequences beside them, in caches poisoned behind the committed rows.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,9 +89,7 @@ def assert_same(found: Tensor, wanted: Tensor, case: object) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=str(case))
 
 
-def decode(
-    kind: str, dtype: torch.dtype, device: str, length: int, begin: int = 0, is_fp8: bool = False, **sizes: Any
-) -> Text:
+def decode(kind, dtype, device, length, begin=0, is_fp8=False, **sizes):
     """Decode random tokens plainly, one at a time; the first ``begin`` at once."""
     model: Any = tiny_target(kind, **SMALL | sizes).to(device=device, dtype=dtype)
     for layer in model.model.layers if is_fp8 else ():

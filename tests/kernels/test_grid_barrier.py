@@ -1,14 +1,11 @@
 """The barrier over all multiprocessors of a GPU; in the interpreter it is trivial: one program."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton
 import triton.language as tl
-from eagle_slim.runtime.drafter.drafter import check_finished
+from eagle_slim.runtime import DrafterError, check_finished
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, grid_barrier, leave_grid
-from eagle_slim.runtime.errors import DrafterError
 from kernels.replaying import assert_equal_trees, draft, run
 from support.drafting import random_head
 from support.raising import raises

@@ -1,7 +1,5 @@
 """`launch_drafter` and `prefill_drafter`: a full cache, and inputs that they refuse."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime import Buffers, TreeConfig, Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
-from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import always
 from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
 from support.drafting import problem, random_head, with_options
 from support.raising import raises, raises_with

@@ -1,15 +1,13 @@
 """Launch parameters: a pure function of dimensions and chip, and a cache that says what it knows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from eagle_slim.runtime import DrafterConfig, DrafterError, TreeConfig, UsageError, Weights
 from eagle_slim.runtime.drafter import tuned_cache
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
     block_rows,
@@ -20,19 +18,17 @@ from eagle_slim.runtime.drafter.launch_params import (
     group_rows,
     stage_bytes,
 )
-from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key, open_tuned_cache, read_shapes
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
-from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
 from support.drafting import random_head
 from support.raising import raises
+from support.sweeps import sweep
 
 TREE = TreeConfig(5, 10, 60)
 
 
-@pytest.mark.parametrize("chip", KNOWN_CHIPS)
+@pytest.mark.parametrize("chip", sweep(KNOWN_CHIPS, 90))
 @pytest.mark.parametrize("model", MODELS)
 def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_vocabularies(model: str, chip: int) -> None:
     for slots in (1, 3, 8, 16):

@@ -1,7 +1,5 @@
 """Loops of matrix products, cut short from what nvdisasm prints of kernels for sm_90."""
 
-from __future__ import annotations
-
 import pytest
 from kernels.machine_code import mixed_halves, overwritten_operands, spills_among_products
 

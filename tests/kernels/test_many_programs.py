@@ -1,7 +1,3 @@
-"""The whole kernel with 3 to 8 programs at once, see `many_programs`."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess

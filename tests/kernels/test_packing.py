@@ -1,7 +1,5 @@
 """Weights as one stream per program: who owns which row; rounding to FP8, of weights and of what they multiply."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The products of a layer against their twins; and each row's bits in every tile, alone and among others."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,9 +58,7 @@ class Layer(NamedTuple):
     heads: tuple[int, int, int]
 
 
-def layer_of(
-    dtype: torch.dtype, device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
-) -> Layer:
+def layer_of(dtype, device, hidden, heads, middle, has_extras):
     """Of ``heads``: query heads, key heads, head_dim."""
     torch.manual_seed(hidden + middle)
     num_heads, kv_heads, head_dim = heads
@@ -103,9 +99,7 @@ def in_fp8(layer: Layer, how: str) -> Layer:
     return layer._replace(**{name: QUANTISE[how](getattr(layer, name)) for name in names})
 
 
-def run_layer(
-    layer: Layer, x: Tensor, is_twin: bool, tiles: ProductTiles | None = None, up_to_queries: bool = False
-) -> dict[str, Tensor]:
+def run_layer(layer, x, is_twin, tiles=None, up_to_queries=False):
     """All operations for rows ``x`` [rows, hidden], each fed with what the one before gave, or the first two."""
     rows, hidden = x.shape
     num_heads, kv_heads, head_dim = layer.heads
@@ -125,10 +119,8 @@ def run_layer(
     angles = (torch.arange(rows + 9, device=device)[:, None] * 0.3 + torch.arange(head_dim // 2, device=device)).float()
     out = HeadRows(angles.cos(), angles.sin(), ints + 5, ints[:1] + 1, ints, empty(num_heads * head_dim))
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    tiled = [
-        products.tiled_heads(num_heads + 2 * kv_heads, head_dim),
-        *(products.tiled_size(w.shape[0]) for w in weights[1:]),
-    ]
+    tiled = [products.tiled_heads(num_heads + 2 * kv_heads, head_dim)]
+    tiled += [products.tiled_size(w.shape[0]) for w in weights[1:]]
     shapes = [products.product_shape(w) for w in weights]
     scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), max(rows, 256), x.device)
     bias = None if layer.bias is None else [layer.bias[: w.shape[0]] for w in weights]
@@ -196,9 +188,8 @@ def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) ->
         matrix = torch.zeros(256, 128, device=device)
         matrix[:, column] = values.flatten()
         norm = Norm(torch.ones(256, dtype=dtype, device=device), 1e-5, 1.0)
-        rows = NormedRows(
-            *(torch.zeros(1, 256, dtype=dtype, device=device) for _ in range(2)), torch.zeros(1, 4, device=device)
-        )
+        residual, scaled = (torch.zeros(1, 256, dtype=dtype, device=device) for _ in range(2))
+        rows = NormedRows(residual, scaled, torch.zeros(1, 4, device=device))
         weight = Fp8Weight.of(matrix.to(torch.float8_e4m3fn), torch.full((256, 1), 0.25, device=device))
         x = torch.zeros(1, 128, dtype=dtype, device=device)
         x[0, column] = products.lift_of(weight, dtype)
@@ -257,15 +248,7 @@ def test_a_residual_times_a_gain_fits_half_precision(device: str) -> None:
         (*CASES[5], torch.float16, "by row"),
     ],
 )
-def test_a_row_has_its_bits_in_every_tile(
-    device: str,
-    hidden: int,
-    heads: tuple[int, int, int],
-    middle: int,
-    has_extras: bool,
-    dtype: torch.dtype,
-    how: str | None,
-) -> None:
+def test_a_row_has_its_bits_in_every_tile(device, hidden, heads, middle, has_extras, dtype, how):
     layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
     all_tiles = THIRTY_TWO if dtype == torch.float32 else SIXTEEN
     if how is not None:

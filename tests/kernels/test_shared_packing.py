@@ -1,21 +1,16 @@
 """A head is packed once, whatever number of slots, tree, length and draft vocabulary it drafts with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
+from eagle_slim.runtime import DrafterConfig, SpeculativeModel, TreeConfig, UsageError, launch_drafter, open_target
 from eagle_slim.runtime.drafter import packing
 from eagle_slim.runtime.drafter.buffers import BLANK
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter, bound_of
-from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.packing import SharedPacking
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import problem, random_head
 from support.raising import raises
@@ -26,7 +21,6 @@ TREE = TreeConfig(2, 3, 8)
 
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """LM-head rows of each packing."""
     made: list[int] = []
     pack = packing.pack_head
 

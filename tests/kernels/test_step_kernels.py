@@ -1,7 +1,5 @@
 """The kernels around a step's products against their twins: norms and rotation of pairs, rows and acceptance."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -33,7 +31,6 @@ def random_parents(nodes: int, width: int, seed: int = 0) -> Tensor:
 
 
 def fields_of(tree: DraftTree, device: str) -> list[Tensor]:
-    """Those that `Trees` has of a draft."""
     return [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
 
 
@@ -53,9 +50,7 @@ def test_norm_rows(device: str, dtype: torch.dtype, rows: int, hidden: int) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (6, 2, 24), (0, 3, 8)])
 @pytest.mark.parametrize("with_extras", [True, False])
-def test_rotate_append(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, with_extras: bool
-) -> None:
+def test_rotate_append(device, dtype, heads, kv_heads, head_dim, with_extras):
     width = (heads + 2 * kv_heads) * head_dim
     qkv = torch.randn(6, width, dtype=dtype, device=device)
     bias = torch.randn(width, dtype=dtype, device=device) if with_extras else None
@@ -160,9 +155,7 @@ def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
     ],
 )
 @pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
-def test_ends_in_the_middle_of_a_path(
-    device: str, walk: Callable[..., None], eos: list[int], most: int, kept: int, ended: int
-) -> None:
+def test_ends_in_the_middle_of_a_path(device, walk, eos, most, kept, ended):
     """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; the target chooses B, E, then 7."""
     tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
     state = some_state(1, device, [0])

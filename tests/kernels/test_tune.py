@@ -1,7 +1,3 @@
-"""The tuner: its choices with times made up, variants timed in turn, kernels compiled ahead."""
-
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime import tune
+from eagle_slim.runtime import DrafterError, TreeConfig, UsageError, tune
 from eagle_slim.runtime.drafter import tuned_cache
 from eagle_slim.runtime.drafter.launch_params import INTERPRETER, LaunchParams, choose_launch, choose_layout
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key
 from eagle_slim.runtime.drafter.tuning import precompile, timing
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
-from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.ops import Launches
-from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
 from support.raising import raises, raises_with
 
@@ -155,6 +149,5 @@ def test_variants_are_timed_in_turn() -> None:
 def test_compiling_ahead_needs_more_than_one_kernel() -> None:
     assert precompile.compile_all([], 90, 1.0) == []
     cfg = draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
-    assert precompile.compile_all([precompile.LaunchCase(TINY, cfg, choose_launch(cfg, INTERPRETER))], 90, 1.0) == [
-        False
-    ]
+    cases = [precompile.LaunchCase(TINY, cfg, choose_launch(cfg, INTERPRETER))]
+    assert precompile.compile_all(cases, 90, 1.0) == [False]

@@ -1,19 +1,14 @@
-"""The type of the drafter's weights: what it is called, what is refused, and that it is kept."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import HeadWeights, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.drafter import Drafter, check_draft_weights, choose_drafter
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.reference import draft_ref
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, SpeedWarning, UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import random_head
 from support.raising import raises, raises_with
 from support.tiny_models import random_prompts, tiny_target, write_head
@@ -63,11 +58,10 @@ def test_a_head_that_no_kernel_takes_is_no_reason_to_leave_fp8(sm_89: None, monk
 
 
 def test_refused_before_anything_is_loaded() -> None:
+    in_float32: Any = {"dtype": "float32", "device": "cpu"}
     for draft_weights, error in (("fp8", DrafterError), ("bf16", UsageError)):
         with raises(error, option="draft_weights"):
-            SpeculativeModel.from_pretrained(
-                "no/such-target", "no/such-head", draft_weights=draft_weights, dtype="float32", device="cpu"
-            )
+            SpeculativeModel.from_pretrained("no/target", "no/head", draft_weights=draft_weights, **in_float32)
 
 
 def test_kept_by_other_trees_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

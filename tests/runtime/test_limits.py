@@ -1,7 +1,5 @@
 """Where generation ends, and prompts that cannot begin: each case has one defined result."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from pathlib import Path
@@ -9,10 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel
+from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel, TreeConfig, UsageError
 from eagle_slim.runtime.api.request import Request
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from support.raising import raises, raises_with
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from tokenizers.decoders import ByteFallback

@@ -1,7 +1,5 @@
 """Heads and targets that do not belong together, or cannot work, are refused before anything runs."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,8 +23,7 @@ from eagle_slim.runtime import (
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.target.wrapper import check_supported
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
 from support.changed_models import PeftStandIn
 from support.conversion import BY_ID, convert
 from support.raising import raises, raises_with
@@ -56,14 +53,7 @@ TWO_NORMS = {
     ],
     ids=["hidden", "vocabulary", "activation", "two norms", "no such drafter", "no GPU", "top_k"],
 )
-def test_what_cannot_run_is_refused_before_weights_are_loaded(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    head: dict[str, Any],
-    options: dict[str, Any],
-    kind: type[EagleSlimError],
-    words: tuple[str, ...],
-) -> None:
+def test_what_cannot_run_is_refused_before_weights_are_loaded(tmp_path, monkeypatch, head, options, kind, words):
     monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
     folder = tmp_path / "target"
     tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
@@ -270,10 +260,9 @@ class TestDraftVocabulary:
         ids = [9, 4, 17, 2]
         folder = write_head(tmp_path, draft_ids=ids)
         vocab = DraftVocab(np.array([17, 4]), 0, VOCAB, {})
+        target = tiny_target("llama")
         with pytest.warns(UserWarning, match="ascending order"):
-            model = SpeculativeModel.from_pretrained(
-                tiny_target("llama"), folder, draft_vocab=vocab, tree=TreeConfig.of(1, 2)
-            )
+            model = SpeculativeModel.from_pretrained(target, folder, draft_vocab=vocab, tree=TreeConfig.of(1, 2))
         stored = load_file(folder / "model.safetensors")["lm_head.weight"]
         assert model.drafter.weights.draft_to_target.tolist() == [4, 17]
         assert torch.equal(model.drafter.weights.lm_head, stored[[ids.index(4), ids.index(17)]])
@@ -281,9 +270,8 @@ class TestDraftVocabulary:
     def test_rows_come_from_the_target_where_the_head_has_none(self, tmp_path: Path) -> None:
         target = tiny_target("llama")
         vocab = DraftVocab(np.array([20, 5, 6]), 0, VOCAB, {})
-        model = SpeculativeModel.from_pretrained(
-            target, write_head(tmp_path), draft_vocab=vocab, tree=TreeConfig.of(1, 2)
-        )
+        head = write_head(tmp_path)
+        model = SpeculativeModel.from_pretrained(target, head, draft_vocab=vocab, tree=TreeConfig.of(1, 2))
         assert torch.equal(model.drafter.weights.lm_head, target.lm_head.weight[[5, 6, 20]])
         assert model.draft_vocab == 3
         assert model.drafter.weights.hidden == HIDDEN

@@ -1,7 +1,3 @@
-"""`eagle-generate` and `eagle-compare`: wiring, output, exit codes."""
-
-from __future__ import annotations
-
 import io
 import json
 import runpy
@@ -15,9 +11,8 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, generate_cli
+from eagle_slim.runtime import SpeculativeModel, TargetError, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
-from eagle_slim.runtime.errors import TargetError
 from eagle_slim.vocab_tools.common_cli import emit_json
 from packaging.version import Version
 from support.conversion import BY_ID, convert
@@ -91,7 +86,6 @@ def compare(run: Run, pair: Pair, tmp_path: Path) -> Run:
 
 
 def answer(ended: Ended) -> dict[str, Any]:
-    """The JSON that a command printed."""
     assert ended.code == 0, ended.err
     value: dict[str, Any] = json.loads(ended.out)
     return value
@@ -120,7 +114,7 @@ def test_a_line_says_once_that_kernels_compile(generate: Run, monkeypatch: pytes
 
 def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> None:
     command = (pair.slim, "--target", pair.target, "--prompt", "hello", "--max-new-tokens", "6", "--check")
-    assert "trees of 16 nodes (by sizes alone: on a CPU plain decoding" in run(generate_cli.main, *command).err
+    assert "trees of 4 nodes (by sizes alone: the model is on cpu)" in run(generate_cli.main, *command).err
 
 
 def test_a_check_that_finds_another_token_fails(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,10 @@
 """Draft trees: the worked example of the module, exact selection, and the layout against a plain Python oracle."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime import TreeConfig, UsageError
 from eagle_slim.runtime.tree import DraftTree, build_tree, join_levels, layout_tree, rank_children, ranked_topk
 from hypothesis import given, settings
 from hypothesis import strategies as st

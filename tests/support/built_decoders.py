@@ -1,7 +1,3 @@
-"""Decoders that are built while a test runs."""
-
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +15,6 @@ class BuiltDecoders:
 
 
 def watch_decoders(monkeypatch: pytest.MonkeyPatch) -> BuiltDecoders:
-    """Note every decoder that is built from now on."""
     built, build = BuiltDecoders(), Decoder.__init__
 
     def watched(decoder: Decoder, *given: Any, **options: Any) -> None:

@@ -1,7 +1,5 @@
 """Ways in which people change a loaded model, and stand-ins for the packages they use for it."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama as llama
 
@@ -94,19 +92,23 @@ class Wrapped(nn.Module):
         return 2 * self.inner(x)
 
 
-def lora(where: str) -> Change:
-    """Adapters on a linear of every layer."""
+def replaced(path: str, name: str, change: Callable[[Any], Any]) -> Change:
+    """An attribute of a submodule, replaced by what ``change`` makes of it."""
 
+    def act(model: Any, _: Any) -> None:
+        owner = model.get_submodule(path)
+        setattr(owner, name, change(getattr(owner, name)))
+
+    return act
+
+
+def lora(where: str) -> Change:
     def change(model: Any, _: Any = None) -> None:
         parent, _, name = where.partition(".")
         for index, layer in enumerate(model.model.layers):
             setattr(getattr(layer, parent), name, LoraLinear(getattr(getattr(layer, parent), name), seed=10 * index))
 
     return change
-
-
-def lora_on_the_head(model: Any, _: Any) -> None:
-    model.lm_head = LoraLinear(model.lm_head)
 
 
 def lora_merged_and_unloaded(model: Any, stack: ExitStack) -> None:
@@ -134,7 +136,6 @@ def subclass(path: str, factor: float) -> Change:
 
 
 def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Change:
-    """Another function in the place of a class's or a file's own."""
     return lambda _, stack: stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name))))
 
 
@@ -149,47 +150,11 @@ def attention_with_a_method_of_its_own(model: Any, _: Any) -> None:
     attention.forward = functools.update_wrapper(functools.partial(forward, attention), own)
 
 
-def attention_behind_a_closure(model: Any, _: Any) -> None:
-    attention = model.get_submodule(ATTENTION)
-    own = attention.forward
-    attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
-
-
-def wrapped_linear(model: Any, _: Any) -> None:
-    mlp = model.get_submodule(MLP)
-    mlp.down_proj = Wrapped(mlp.down_proj)
-
-
-def negated_silu(model: Any, _: Any) -> None:
-    model.get_submodule(MLP).act_fn.forward = lambda x: -F.silu(x)
-
-
 def global_hook(_: Any, stack: ExitStack) -> None:
     def double(module: nn.Module, _args: Any, output: Any) -> Any:
         return 2 * output if isinstance(module, llama.LlamaMLP) else None
 
     stack.callback(nn.modules.module.register_module_forward_hook(double).remove)
-
-
-def tensor_class(model: Any, _: Any) -> None:
-    up = model.get_submodule(f"{MLP}.up_proj")
-    up.weight = nn.Parameter(up.weight.detach().as_subclass(Doubled), requires_grad=False)
-
-
-def parametrized(model: Any, _: Any) -> None:
-    parametrize.register_parametrization(model.get_submodule(f"{MLP}.up_proj"), "weight", Doubling())
-
-
-def compiled_layer(model: Any, _: Any) -> None:
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-
-
-def other_head(model: Any, _: Any) -> None:
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().roll(3, 0))
-
-
-def tied(model: Any, _: Any) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def other_weights(model: Any) -> dict[str, Tensor]:
@@ -220,15 +185,6 @@ def bias(path: str, most: float) -> Change:
 def fewer_layers(model: Any, _: Any) -> None:
     model.model.layers = model.model.layers[:-1]
     model.config.num_hidden_layers -= 1
-
-
-def fewer_layers_than_configured(model: Any, _: Any) -> None:
-    del model.model.layers[-1]
-
-
-def reordered(model: Any, _: Any) -> None:
-    layers = list(model.model.layers)
-    model.model.layers = nn.ModuleList([layers[1], layers[0], *layers[2:]])
 
 
 def other_attention(name: str) -> Change:
@@ -267,9 +223,8 @@ Steering = tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
 def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
     """Another class of a module, whose output gains what is read from the module."""
     own = type(module)
-    module.__class__ = type(
-        f"Steered{own.__name__}", (own,), {"forward": lambda self, x: own.forward(self, x) + read(self)}
-    )
+    members = {"forward": lambda self, x: own.forward(self, x) + read(self)}
+    module.__class__ = type(f"Steered{own.__name__}", (own,), members)
 
 
 def steered_by_an_attribute(module: Any, tensor: Tensor) -> Steering:
@@ -381,7 +336,7 @@ UNCOUNTED = ("fused optimiser", "merged and unloaded lora")
 CHANGES: dict[str, tuple[Change, str, str]] = {
     # what is done: how it runs when it was done before loading, and when between two calls
     "lora on q_proj": (lora("self_attn.q_proj"), "q_proj is a LoraLinear", ""),
-    "lora on the LM head": (lora_on_the_head, "lm_head is a LoraLinear", ""),
+    "lora on the LM head": (replaced("", "lm_head", LoraLinear), "lm_head is a LoraLinear", ""),
     "merged and unloaded lora": (lora_merged_and_unloaded, FUSED, ""),
     "attention subclass": (subclass(ATTENTION, 0.5), "layers.1.self_attn is a MyLlamaAttention", ""),
     "LM head subclass": (subclass("lm_head", -1), "lm_head is a MyLinear", ""),
@@ -394,13 +349,15 @@ CHANGES: dict[str, tuple[Change, str, str]] = {
         patched(llama, "apply_rotary_pos_emb", lambda own: lambda q, *rest, **options: own(2 * q, *rest, **options)),
         "a function of transformers.models.llama", ""),
     "attention's forward, partial": (attention_with_a_method_of_its_own, "has a forward of its own", ""),
-    "attention's forward, closure": (attention_behind_a_closure, REFUSED, ""),
-    "wrapped linear": (wrapped_linear, "down_proj is a Wrapped", ""),
+    "attention's forward, closure": (
+        replaced(ATTENTION, "forward", lambda own: lambda *args, **options: own(*args, **options)), REFUSED, ""),
+    "wrapped linear": (replaced(MLP, "down_proj", Wrapped), "down_proj is a Wrapped", ""),
     "frequencies": (lambda model, _: model.model.rotary_emb.inv_freq.mul_(2),
                     "inv_freq is not that of its configuration", ""),
-    "attention scaling of rotary": (lambda model, _: setattr(model.model.rotary_emb, "attention_scaling", 1.5),
+    "attention scaling of rotary": (replaced("model.rotary_emb", "attention_scaling", lambda _: 1.5),
                                     "rotary_emb is not that of its configuration", ""),
-    "activation's forward": (negated_silu, "act_fn has a forward of its own", ""),
+    "activation's forward": (replaced(f"{MLP}.act_fn", "forward", lambda _: lambda x: -F.silu(x)),
+                             "act_fn has a forward of its own", ""),
     "eps": (lambda model, _: setattr(model.model.norm, "variance_epsilon", 3.0), "variance_epsilon is 3.0", ""),
     "eps of the configuration": (lambda model, _: model.config.update({"rms_norm_eps": 3.0}),
                                  "its configuration gives 3.0", ""),
@@ -411,21 +368,28 @@ CHANGES: dict[str, tuple[Change, str, str]] = {
         "layers.1.mlp has a forward hook", ""),
     "global hook": (global_hook, "a global module hook is registered", ""),
     "training mode": (lambda model, _: model.train(), "is in training mode", ""),
-    "tensor class": (tensor_class, "up_proj.weight is a Doubled", ""),
-    "parametrization": (parametrized, "up_proj is a ParametrizedLinear", ""),
+    "tensor class": (
+        replaced(f"{MLP}.up_proj", "weight", lambda own: nn.Parameter(own.detach().as_subclass(Doubled), False)),
+        "up_proj.weight is a Doubled", ""),
+    "parametrization": (
+        lambda model, _: register_parametrization(model.get_submodule(f"{MLP}.up_proj"), "weight", Doubling()),
+        "up_proj is a ParametrizedLinear", ""),
     "compiled in place": (lambda model, _: model.get_submodule(MLP).compile(backend="eager"),
                           "layers.1.mlp has a compiled call of its own", ""),
-    "compiled layer": (compiled_layer, "layers.1 is a OptimizedModule", ""),
-    "LM head's weight": (other_head, FUSED, ""),
-    "tied LM head": (tied, FUSED, ""),
+    "compiled layer": (replaced("model.layers", "1", lambda layer: torch.compile(layer, backend="eager")),
+                       "layers.1 is a OptimizedModule", ""),
+    "LM head's weight": (replaced("lm_head", "weight", lambda own: nn.Parameter(own.detach().roll(3, 0))), FUSED, ""),
+    "tied LM head": (lambda model, _: setattr(model.lm_head, "weight", model.model.embed_tokens.weight), FUSED, ""),
     "load_state_dict": (lambda model, _: model.load_state_dict(other_weights(model)), FUSED, ""),
     "load_state_dict, assign": (lambda model, _: model.load_state_dict(other_weights(model), assign=True), FUSED, ""),
     "fused optimiser": (optimised, FUSED, ""),
     "bias": (bias(f"{ATTENTION}.o_proj", 3), FUSED, ""),
     "bias of the LM head": (bias("lm_head", 9), "lm_head has the tensors weight, bias", ""),
     "fewer layers": (fewer_layers, FUSED, REFUSED),
-    "fewer layers than configured": (fewer_layers_than_configured, REFUSED, ""),
-    "layers in another order": (reordered, "layers.0.self_attn.layer_idx is 1", ""),
+    "fewer layers than configured": (lambda model, _: model.model.layers.pop(-1), REFUSED, ""),
+    "layers in another order": (
+        replaced("model", "layers", lambda layers: nn.ModuleList([layers[1], layers[0], *layers[2:]])),
+        "layers.0.self_attn.layer_idx is 1", ""),
     "eager attention": (lambda model, _: model.set_attn_implementation("eager"), FUSED, ""),
     "attention of one's own": (other_attention("mine"), REFUSED, ""),
     "sdpa replaced": (other_attention("sdpa"), REFUSED, ""),

@@ -1,15 +1,11 @@
 """A conversion in one call: options as keywords."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.convert.options import ConvertOptions
-from eagle_slim.convert.pipeline import Conversion, convert_head
-from eagle_slim.convert.vocabulary_choice import VocabRequest
+from eagle_slim.convert import Conversion, ConvertOptions, VocabRequest, convert_head
 from eagle_slim.vocab_tools.counting import count_tokens
 from safetensors.torch import load_file
 
@@ -19,19 +15,15 @@ BY_ID = VocabRequest(order="ids")
 
 
 def by_map(folder: Path, ids: Iterable[int]) -> VocabRequest:
-    """The order of a token map, which is written into a folder."""
     return VocabRequest(token_map=write_freq(folder / "freq.pt", ids))
 
 
-def convert_all(
-    head: str | Path | None = None, *, count: Any = count_tokens, say: Any = lambda message: None, **options: Any
-) -> tuple[Conversion, ...]:
+def convert_all(head=None, *, count=count_tokens, say=lambda message: None, **options):
     """`convert_head` with the fields of `ConvertOptions` as keywords."""
     return convert_head(head, ConvertOptions(**options), count=count, say=say)
 
 
 def convert(head: str | Path | None = None, **options: Any) -> Conversion:
-    """The one conversion of `convert_all`."""
     (done,) = convert_all(head, **options)
     return done
 

@@ -1,41 +1,23 @@
 """Random draft heads and drafting problems for the kernel tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
-from eagle_slim.runtime.drafter.packing import Weights
+from eagle_slim.runtime import Buffers, DrafterConfig, Weights, allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.tuning.problem import Dims
 from eagle_slim.runtime.drafter.tuning.problem import random_head as problem_head
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.settings import TreeConfig
 
 BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SIZES = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "target_vocab": 300}
 
 
 def random_head(
-    kind: str = "eagle3",
-    hidden: int = 64,
-    intermediate: int = 96,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    target_vocab: int = 300,
-    draft_vocab: int = 120,
-    target_hidden: int = 0,
-    qkv_bias: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    rope_scaling: dict[str, object] | None = None,
-) -> HeadWeights:
-    """Build a head of random weights over random ids, whose activations stay of order one."""
+    kind="eagle3", draft_vocab=120, target_hidden=0, qkv_bias=False, dtype=torch.float32, device="cpu", **options
+):
+    """A head of the drafter's tests; options: sizes as in `SIZES`, ``seed`` and ``rope_scaling``."""
+    seed, rope_scaling = options.pop("seed", 0), options.pop("rope_scaling", None)
+    hidden, intermediate, heads, kv_heads, head_dim, target_vocab = {**SIZES, **options}.values()
     dims = Dims(hidden, intermediate, heads, kv_heads, head_dim, target_vocab, kind, 3 * target_hidden)
     whole = problem_head(dims, torch.device(device), dtype, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -53,14 +35,7 @@ def random_head(
     return replace(whole.of_rows(ids.to(device)), tensors=tensors, rotary=rotary_embedding(rope, device))
 
 
-def with_options(
-    head: HeadWeights,
-    tap_norms: int = 0,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    head_norms: bool = False,
-    **fields: Any,
-) -> HeadWeights:
+def with_options(head, tap_norms=0, o_bias=False, mlp_bias=False, head_norms=False, **fields):
     """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`.
 
     ``head_norms``: RMSNorms over each head of q and of k.
@@ -82,14 +57,7 @@ def with_options(
     return replace(head, tensors=tensors, **fields)
 
 
-def problem(
-    head: HeadWeights,
-    tree: TreeConfig,
-    prefixes: list[int],
-    num_new: list[int],
-    active: list[int] | None = None,
-    weight_dtype: torch.dtype | None = None,
-) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
+def problem(head, tree, prefixes, num_new, active=None, weight_dtype=None):
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device
@@ -109,7 +77,6 @@ def problem(
 
 
 def nan_fill(bufs: Buffers) -> None:
-    """Poison the workspace and outputs, so that whatever a draft does not write shows."""
     for name, tensor in bufs.workspace.items():
         if tensor.dtype == torch.float8_e4m3fn:
             tensor.view(torch.uint8).fill_(0x7F)

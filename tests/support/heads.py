@@ -4,8 +4,6 @@ All have the same random weights for the same seed, so that two spellings of one
 The target's tokenizer is a byte-level BPE of 360 tokens; its vocabulary is padded to 384 rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ LAYERS = 8
 
 Spelling = Literal["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators", "legacy-norms"]
 Container = Literal["safetensors", "bin", "sharded"]
+Tensors = dict[str, torch.Tensor]
 
 
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,9 +40,7 @@ def trained_ids(count: int = 200, ascending: bool = True) -> np.ndarray:
     return np.sort(ids) if ascending else rng.permutation(ids)
 
 
-def write_target(
-    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN, shards: int = 1
-) -> Path:
+def write_target(folder, *, tied=False, dtype=torch.bfloat16, hidden=HIDDEN, shards=1):
     """A Hugging Face folder with the tensors that a conversion may read, a tokenizer, and a configuration."""
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     write_folder(folder, byte_level_bpe(TOKENS), generation_config=ids, eos_token="<|im_end|>")
@@ -59,7 +56,7 @@ def write_target(
 
 
 def target_lm_head(folder: Path) -> torch.Tensor:
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -81,15 +78,8 @@ def layer_shapes(prefix: str, inputs: int, head_norms: bool = False) -> dict[str
 
 
 def eagle3_tensors(
-    *,
-    rows: int | None,
-    dtype: torch.dtype = torch.bfloat16,
-    target_hidden: int = HIDDEN,
-    taps: int = 3,
-    fc_norms: bool = False,
-    input_norm: bool = False,
-    embedding: bool = False,
-) -> dict[str, torch.Tensor]:
+    *, rows, dtype=torch.bfloat16, target_hidden=HIDDEN, taps=3, fc_norms=False, input_norm=False, embedding=False
+):
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * target_hidden)}
     shapes |= layer_shapes("midlayer.", 2 * HIDDEN)
@@ -107,7 +97,6 @@ def eagle3_tensors(
 
 
 def eagle3_config(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
-    """A flat config.json; a change of None leaves the key in with null, of `...` takes it out."""
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB}
     config |= {"draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1}
     config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
@@ -128,8 +117,8 @@ def write_eagle3(
     d2t: Literal["offset", "absolute"] | None = "offset",
     d2t_dtype: torch.dtype = torch.int64,
     t2d: bool = True,
-    tensors: dict[str, torch.Tensor] | None = None,
-    extra: dict[str, torch.Tensor] | None = None,
+    tensors: Tensors | None = None,
+    extra: Tensors | None = None,
     **changes: Any,
 ) -> Path:
     """An EAGLE-3 head, with changes of config.json.
@@ -146,7 +135,7 @@ def write_eagle3(
         found["t2d"] = torch.from_numpy(np.isin(np.arange(VOCAB), ids))
     found = {spelled(name, spelling): tensor for name, tensor in found.items()} | (extra or {})
     config = eagle3_config(dtype, **({"draft_vocab_size": VOCAB if ids is None else len(ids)} | changes))
-    return _write(folder, as_speculators(config) if spelling == "speculators" else config, found, container)
+    return write_model(folder, as_speculators(config) if spelling == "speculators" else config, found, container)
 
 
 def spelled(name: str, spelling: Spelling) -> str:
@@ -173,29 +162,16 @@ def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
     return config | {key: flat[key] for key in outer if key in flat}
 
 
-def write_eagle1(
-    folder: Path,
-    *,
-    container: Container = "safetensors",
-    extra: dict[str, torch.Tensor] | None = None,
-    **changes: Any,
-) -> Path:
+def write_eagle1(folder, *, container="safetensors", extra=None, **changes):
     """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), "embed_tokens.weight": (VOCAB, HIDDEN)}
     shapes |= layer_shapes("layers.0.", HIDDEN) | {"layers.0.post_attention_layernorm.weight": (HIDDEN,)}
     tensors = {name: random(shape, 50 + number) for number, (name, shape) in enumerate(shapes.items())}
     config = eagle3_config(architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
-    return _write(folder, config | changes, tensors | (extra or {}), container)
+    return write_model(folder, config | changes, tensors | (extra or {}), container)
 
 
-def write_dflash(
-    folder: Path,
-    form: Literal["z-lab", "speculators", "dspark"] = "z-lab",
-    *,
-    ids: np.ndarray | None = None,
-    extra: dict[str, torch.Tensor] | None = None,
-    **changes: Any,
-) -> Path:
+def write_dflash(folder, form="z-lab", *, ids=None, extra=None, **changes):
     """A DFlash draft over layers 1, 3 and 5 (their outputs); `ids`: those of an LM head of its own, with its map.
 
     "z-lab" is flat, "speculators" nested, "dspark" flat with a Markov head of rank 4 and a confidence head.
@@ -229,19 +205,17 @@ def write_dflash(
         config |= {"aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": TOKENS - 1}
     if ids is not None:
         config["draft_vocab_size"] = rows
-    return _write(folder, config | changes, tensors | (extra or {}))
+    return write_model(folder, config | changes, tensors | (extra or {}))
 
 
-def _write(
-    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], container: Container = "safetensors"
-) -> Path:
+def write_model(folder: Path, config: dict[str, Any], tensors: Tensors, container: Container = "safetensors") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", {key: value for key, value in config.items() if value is not ...})
     write_tensors(folder, tensors, container)
     return folder
 
 
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Container = "safetensors") -> None:
+def write_tensors(folder: Path, tensors: Tensors, container: Container = "safetensors") -> None:
     """Write tensors as one safetensors file, one `.bin`, or two shards with an index."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if container == "bin":
@@ -259,11 +233,19 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Con
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    write_json(folder / "config.json", config_of(folder) | changes)
+
+
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_freq(path: Path, ids: Sequence[int] | np.ndarray) -> Path:
-    """A token map as FR-Spec writes it."""
     torch.save([int(token_id) for token_id in ids], path)
     return path

@@ -4,8 +4,6 @@ Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, 
 authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -22,12 +20,18 @@ from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 Content = bytes | str | Path
+Files = Mapping[str, Content]
 
 _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
 
 
 def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def bytes_of(content: Content) -> bytes:
+    data = content.read_bytes() if isinstance(content, Path) else content
+    return data.encode() if isinstance(data, str) else data
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong, until `clear_faults`: with the content of a file, or with any request for a path."""
+    """What goes wrong, as long as it is injected: with the content of a file, or with any request for a path."""
 
     times: int | None = None  # None for always
     # With the content of a file:
@@ -100,14 +104,14 @@ class HubServer:
         self.tokens = {"hf_good": True, "hf_other": False}
         self.requests: list[Request] = []
         self.leaked_tokens: list[str] = []
-        self._faults: list[tuple[str, Fault]] = []
+        self.faults: list[tuple[str, Fault]] = []
         self.closing = threading.Event()
         self._hub = _Server(self)
         self._cdn = _Server(self)
         self.endpoint = self._hub.address
         self.cdn = self._cdn.address
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         for server in (self._hub, self._cdn):
             server.thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
             server.thread.start()
@@ -120,49 +124,34 @@ class HubServer:
             server.close_connections()
             server.server_close()
 
-    def add_model(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
+    def add_model(self, repo_id: str, files: Files, **options: Any) -> str:
         """Add a model, or a commit to it; returns the commit. Options: gated, branch."""
         return self._add("model", repo_id, files, **options)
 
-    def add_dataset(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
-        """Add a data set, or a commit to it; as `add_model`."""
+    def add_dataset(self, repo_id: str, files: Files, **options: Any) -> str:
         return self._add("dataset", repo_id, files, **options)
 
     def inject(self, name: str, fault: Fault) -> None:
         """Let requests for the content of files whose path ends in `name` go wrong."""
-        self._faults.append((name, fault))
-
-    def clear_faults(self) -> None:
-        self._faults.clear()
-
-    def reset_counts(self) -> None:
-        self.requests.clear()
+        self.faults.append((name, fault))
 
     def bytes_sent(self, suffix: str = "") -> int:
         """Bytes of bodies sent so far; only of files whose name ends in `suffix`, where one is given."""
         return sum(r.body_bytes for r in list(self.requests) if not suffix or (r.file or "").endswith(suffix))
 
-    def repo(self, repo_id: str, kind: str = "model") -> Repo:
-        return self.repos[kind, repo_id]
-
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
-        matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
+        matching = (fault for suffix, fault in self.faults if name.endswith(suffix) and fault.is_early is is_early)
         found = next((fault for fault in matching if fault.times != 0), None)
         if found is not None and found.times is not None:
             found.times -= 1
         return found
 
     def headers_without(self, name: str) -> tuple[str, ...]:
-        return next((fault.without for suffix, fault in self._faults if name.endswith(suffix)), ())
+        return next((fault.without for suffix, fault in self.faults if name.endswith(suffix)), ())
 
-    def _add(
-        self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
-    ) -> str:
+    def _add(self, kind: str, repo_id: str, files: Files, gated: bool = False, branch: str = "main") -> str:
         repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
-        read = {name: content.read_bytes() if isinstance(content, Path) else content for name, content in files.items()}
-        return repo.commit(
-            {name: data.encode() if isinstance(data, str) else data for name, data in read.items()}, branch
-        )
+        return repo.commit({name: bytes_of(content) for name, content in files.items()}, branch)
 
 
 class _Server(ThreadingHTTPServer):
@@ -312,9 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(404, "EntryNotFound", f"{path} does not exist")
         recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
         folders = {str(folder) for name in inside for folder in PurePosixPath(name).parents} - {"."}
-        entries: list[dict[str, Any]] = [
-            {"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)
-        ]
+        entries: Any = [{"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)]
         for name, content in sorted(inside.items()):
             entries.append({"type": "file", "path": name, "size": len(content), "oid": digest_of(content)})
         here = [entry for entry in entries if entry["path"].startswith(prefix)]

@@ -4,8 +4,6 @@ At each call of a kernel, and of each function in it, the interpreter replaces t
 looks through all members for them. Which are builtins does not change; inside a kernel all are replaced already.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

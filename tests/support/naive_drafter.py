@@ -3,13 +3,10 @@
 It knows no slots, no mask and no scratch rows, so an error in any of them shows as another tree.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime import HeadWeights, TreeConfig
 from torch import Tensor
 from transformers.masking_utils import sliding_window_overlay
 
@@ -47,9 +44,8 @@ class Naive:
             features = rms_norm(features, self.t["input_norm.weight"], self.w.norm_eps)
         if "fc_norm.0.weight" in self.t:
             pieces = features.split(len(self.t["fc_norm.0.weight"]), -1)
-            features = torch.cat(
-                [rms_norm(p, self.t[f"fc_norm.{i}.weight"], self.w.norm_eps) for i, p in enumerate(pieces)], -1
-            )
+            gains = [self.t[f"fc_norm.{i}.weight"] for i in range(len(pieces))]
+            features = torch.cat([rms_norm(*each, self.w.norm_eps) for each in zip(pieces, gains, strict=True)], -1)
         return features @ self.t["fc.weight"].T
 
     def outputs(self, hidden: list[Tensor], tokens: list[int]) -> list[Tensor]:
@@ -116,9 +112,8 @@ class Naive:
         k = tree.top_k
         # (score, token, parent candidate, hidden and tokens of the path after the sequence)
         root_output = self.outputs(base, tokens)[-1]
-        level = [
-            (score, token, -1, [self.carry(root_output)], [token]) for score, token in self.children(root_output, k)
-        ]
+        hidden = [self.carry(root_output)]
+        level = [(score, token, -1, hidden, [token]) for score, token in self.children(root_output, k)]
         candidates = list(level)
         frontier = list(enumerate(level))
         for _ in range(tree.depth):

@@ -3,8 +3,6 @@
 Where EAGLE_SLIM_REQUIRE_PROGRAMS is set, as in .ci/run, which installs them, it fails.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
@@ -19,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """End a test that lacks a program."""
     if os.environ.get("EAGLE_SLIM_REQUIRE_PROGRAMS"):
         pytest.fail(reason)
     pytest.skip(reason)

@@ -1,7 +1,5 @@
 """Expect an error by its class and the names its message holds, so that a reworded message breaks no test."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,9 +10,9 @@ from eagle_slim.vocab_tools.hub import HubError
 
 
 @contextmanager
-def raises_hub_error(reason: str) -> Iterator[pytest.ExceptionInfo[HubError]]:
-    """Pass if the block raises HubError for this reason, as it names them."""
-    with pytest.raises(HubError) as caught:
+def raises_hub_error(reason: str, *words: str) -> Iterator[pytest.ExceptionInfo[HubError]]:
+    """Pass if the block raises HubError for this reason, as it names them, with a message that holds these words."""
+    with raises_with(HubError, *words) as caught:
         yield caught
     assert caught.value.reason == reason, str(caught.value)
 
@@ -28,9 +26,7 @@ def raises_with(kind: type[EagleSlimError], *words: str) -> Iterator[pytest.Exce
     assert not missing, str(caught.value)
 
 
-def raises(
-    kind: type[EagleSlimError], option: str = ""
-) -> AbstractContextManager[pytest.ExceptionInfo[EagleSlimError]]:
+def raises(kind: type[EagleSlimError], option: str = "") -> AbstractContextManager[pytest.ExceptionInfo]:
     """Pass if the block raises ``kind`` (or a subclass) with a message that names the option."""
     return raises_with(kind, option)
 

@@ -1,25 +1,17 @@
 """How tokens are sampled: transformers' own warpers, and the race in float64 that every implementation is held to."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from eagle_slim.runtime.settings import SamplingConfig
 from torch import Tensor
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as warpers
 
 
 def splitmix(key: int, ids: Tensor) -> np.ndarray:
     """Outputs number id + 1 of SplitMix64 seeded with a key: uint64, one for each id."""
     with np.errstate(over="ignore"):
-        bits = np.uint64(key % (1 << 64)) + (ids.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
+        place = ids.numpy().astype(np.uint64) + np.uint64(1)
+        bits = np.uint64(key % (1 << 64)) + place * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return bits ^ (bits >> np.uint64(31))
@@ -44,11 +36,11 @@ def warp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     scores = logits.float()
     ids = torch.empty((scores.shape[0], 0), dtype=torch.int64, device=scores.device)
     if sampling.temperature != 1.0:
-        scores = TemperatureLogitsWarper(max(float(sampling.temperature), 1e-30))(ids, scores)
+        scores = warpers.TemperatureLogitsWarper(max(float(sampling.temperature), 1e-30))(ids, scores)
     if sampling.top_k:
-        scores = TopKLogitsWarper(int(sampling.top_k))(ids, scores)
+        scores = warpers.TopKLogitsWarper(int(sampling.top_k))(ids, scores)
     if sampling.top_p < 1.0:
-        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+        scores = warpers.TopPLogitsWarper(sampling.top_p)(ids, scores)
     if sampling.min_p > 0:
-        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+        scores = warpers.MinPLogitsWarper(sampling.min_p)(ids, scores)
     return scores

@@ -1,7 +1,6 @@
 """Small tokenizers made on the spot: byte-level or byte fallback, ids in merge order or not."""
 
 import json
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -52,13 +51,7 @@ def with_reserved(tokenizer: Tokenizer, count: int) -> Tokenizer:
     return tokenizer
 
 
-def write_folder(
-    folder: Path,
-    tokenizer: Tokenizer,
-    chat_template: str | None = CHATML,
-    generation_config: dict[str, object] | None = None,
-    **config: object,
-) -> Path:
+def write_folder(folder, tokenizer, chat_template=CHATML, generation_config=None, **config):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     values = dict(config)

@@ -1,7 +1,5 @@
 """Tiny random targets and draft heads: seconds to build, peaked enough that greedy has no near-ties."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,19 +56,7 @@ def widen(parameters: Iterable[tuple[str, Tensor]]) -> None:
                 nn.init.normal_(parameter, mean=1.0, std=0.1)
 
 
-def write_head(
-    folder: Path,
-    kind: str = "eagle3",
-    seed: int = 1,
-    draft_ids: list[int] | None = None,
-    own_lm_head: bool = False,
-    taps: int = 3,
-    attention_bias: bool = False,
-    vocab: int = VOCAB,
-    hidden: int = HIDDEN,
-    extra: dict[str, Tensor] | None = None,
-    **config: Any,
-) -> Path:
+def write_head(folder, kind="eagle3", seed=1, draft_ids=None, taps=3, vocab=VOCAB, hidden=HIDDEN, extra=None, **config):
     """Write a random head as its authors would: ``draft_ids`` gives it an LM head and a map, in that order."""
     heads, kv_heads, head_dim, middle = 4, 2, 8, 48
     width = 2 * hidden if kind == "eagle3" else hidden
@@ -90,10 +76,10 @@ def write_head(
         shapes["norm.weight"] = (hidden,)
     else:
         shapes["fc.bias"] = (hidden,)
-    if attention_bias:
+    if config.get("attention_bias"):
         shapes |= {f"{name}.bias": (count * head_dim,) for name, count in projections.items()}
     rows = len(draft_ids) if draft_ids else vocab
-    if draft_ids or own_lm_head:
+    if draft_ids:
         shapes["lm_head.weight"] = (rows, hidden)
     torch.manual_seed(seed)
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -110,7 +96,7 @@ def write_head(
     settings |= {"hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": 1, "vocab_size": vocab}
     settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     settings |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256}
-    settings["attention_bias"] = attention_bias
+    settings["attention_bias"] = False
     if kind == "eagle3":
         settings["draft_vocab_size"] = rows
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +106,6 @@ def write_head(
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts of the given lengths, without special ids."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 

@@ -1,5 +1,3 @@
-"""TokenCounts from plain lists."""
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,14 +9,10 @@ def held_out(documents: Sequence[Sequence[int]]) -> HeldOut:
     return HeldOut(np.array([token for document in documents for token in document], np.int32), offsets)
 
 
-def source(
-    counts: Sequence[int], documents: Sequence[Sequence[int]] | None = None, name: str = "text", weight: float = 1.0
-) -> SourceCounts:
+def source(counts, documents=None, name="text", weight=1.0):
     kept = None if documents is None else held_out(documents)
     return SourceCounts(name, weight, np.array(counts, np.int64), kept, {"made": "by hand"})
 
 
-def token_counts(
-    counts: Sequence[int], documents: Sequence[Sequence[int]] | None = None, tokenizer_hash: str | None = None
-) -> TokenCounts:
+def token_counts(counts, documents=None, tokenizer_hash=None):
     return TokenCounts((source(counts, documents),), tokenizer_hash)

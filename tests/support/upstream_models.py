@@ -1,7 +1,5 @@
 """Tiny EaModels: the stand-in, and those of the real code in the folder that EAGLE_SLIM_UPSTREAM names."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -35,11 +33,11 @@ OWN_TRANSFORMERS = pytest.mark.skipif(
     tuple(map(int, version("transformers").split(".")[:2])) < (5, 0),
     reason="SpeculativeModel needs transformers 5.0; upstream's code runs with an older one",
 )
-CASES = [*STAND_INS, *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in REAL)]
+REAL_CASES = [pytest.param(name, marks=NEEDS_UPSTREAM) for name in REAL]
+CASES = [*STAND_INS, *REAL_CASES]
 
 
 def build(name: str, folder: Path, seed: int = 0) -> Any:
-    """Build a case's model in float32."""
     # With which drafts are accepted.
     torch.manual_seed(seed + 5 if name in STAND_INS else seed)
     if name in STAND_INS:
@@ -48,7 +46,6 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
 
 
 def prompt(model: Any, length: int = 9, seed: int = 0) -> torch.Tensor:
-    """A random prompt int64 [1, length]."""
     embedding = model.ea_layer.embed_tokens.weight
     ids = torch.randint(3, embedding.shape[0], (1, length), generator=torch.Generator().manual_seed(seed))
     return ids.to(embedding.device)

@@ -5,10 +5,7 @@ four functions of this module; a base model with upstream's KV cache; heads of b
 with ``topK_genrate``. Drafting is the definition of the tree in plain loops, every node from its whole path.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,9 +110,7 @@ class Head(nn.Module):
         return list(zip(best.values.tolist(), (best.indices + shift).tolist(), strict=True))
 
     @torch.no_grad()
-    def topK_genrate(  # noqa: N802  # upstream's name
-        self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any
-    ) -> Any:
+    def topK_genrate(self, hidden_states, input_ids, head, logits_processor):  # noqa: N802  # as upstream
         past = None if getattr(self, "stable_kv", None) is None else [each[0] for each in self.stable_kv[0]]
         begin, end = 0 if past is None else past[0].shape[1], input_ids.shape[1] - 1
         hidden = hidden_states[0]
@@ -123,9 +118,8 @@ class Head(nn.Module):
             hidden = self.fc(hidden)
         seen = torch.arange(begin, end)[:, None] >= torch.arange(end)
         bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
-        outputs, past = self._run(
-            self.embed_tokens(input_ids[0, 1 + begin :]), hidden, torch.arange(begin, end), past, bias
-        )
+        embedded, positions = self.embed_tokens(input_ids[0, 1 + begin :]), torch.arange(begin, end)
+        outputs, past = self._run(embedded, hidden, positions, past, bias)
         self.stable_kv = (tuple(each[None] for each in past),)
         # A candidate: score, token, the candidate it is a child of.
         candidates = [(score, token, -1) for score, token in self._children(outputs[-1], head)]
@@ -233,9 +227,7 @@ def _next(logits: Tensor, logits_processor: Any) -> Tensor:
     return torch.multinomial(torch.softmax(logits_processor(None, logits[None])[0], 0), 1)
 
 
-def tree_decoding(
-    model: Any, tokens: Tensor, past_key_values: Any, positions: Tensor, input_ids: Tensor, retrieve_indices: Tensor
-) -> tuple[Tensor, Tensor, Any]:
+def tree_decoding(model, tokens, past_key_values, positions, input_ids, retrieve_indices):
     outputs, logits, hidden = model(
         tokens, past_key_values=past_key_values, output_orig=True, position_ids=(positions + input_ids.shape[1])[None]
     )
@@ -325,18 +317,15 @@ class EaModel(nn.Module):
     def _begin(self, input_ids: Tensor, temperature: float) -> Any:
         self.ea_layer.reset_kv()
         self.base_model.model.tree_mask = None
-        self.past_key_values, self.past_key_values_data, self.current_length_data = initialize_past_key_values(
-            POSITIONS
-        )
+        self.past_key_values, self.past_key_values_data, lengths = initialize_past_key_values(POSITIONS)
+        self.current_length_data = lengths
         return None if temperature == 0 else self.processor(temperature)
 
     def processor(self, temperature: float) -> Any:
         return LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 
     @torch.no_grad()
-    def ea_generate(
-        self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20, max_length: int = POSITIONS
-    ) -> Iterator[Tensor]:
+    def ea_generate(self, input_ids, temperature=0.0, max_new_tokens=20, max_length=POSITIONS):
         processor = self._begin(input_ids, temperature)
         begin, new_token = input_ids.shape[1], 0
         tokens, paths, mask, positions, *_ = initialize_tree(input_ids, self, self.past_key_values, processor)
@@ -351,9 +340,7 @@ class EaModel(nn.Module):
             yield input_ids
 
     @torch.no_grad()
-    def eagenerate(
-        self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20, log: bool = False
-    ) -> Any:
+    def eagenerate(self, input_ids: Tensor, temperature: float = 0, max_new_tokens: int = 20, log: bool = False) -> Any:
         processor = self._begin(input_ids, temperature)
         begin, new_token, passes = input_ids.shape[1], 0, -1
         tokens, paths, mask, positions, *_ = initialize_tree(input_ids, self, self.past_key_values, processor)

@@ -183,9 +183,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("template", "tokens", "expected"), ENDS.values(), ids=ENDS)
-def test_a_turn_ends_with_the_last_token_that_is_written_for_it(
-    template: str, tokens: str, expected: list[str]
-) -> None:
+def test_a_turn_ends_with_the_last_token_that_is_written_for_it(template, tokens, expected):
     # The answer "A" also stands in the word "Assistant", a header of some.
     assert counted(template, tokens, [USER, says("A"), USER, says("ω")]) == expected
 
@@ -216,9 +214,8 @@ def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped() -> None
 
 
 def test_variables_of_a_template_are_given() -> None:
-    template = CHATML.replace(
-        "\n{% if", "\n{% if thinking and m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}{% if", 1
-    )
+    thought = "{% if thinking and m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}"
+    template = CHATML.replace("\n{% if", f"\n{thought}{{% if", 1)
     chat = [USER, says("ωω", reasoning_content="κκ")]
     assert counted(template, CHATML_TOKENS, chat) == ["ωω<|im_end|>", "+κκ"]
     assert counted(template, CHATML_TOKENS, chat, thinking=True) == ["<t>κκ</t>ωω<|im_end|>"]

@@ -1,5 +1,3 @@
-"""count_tokens: right, and the same however it is run."""
-
 import gzip
 import itertools
 import json
@@ -15,11 +13,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import encoding, records
-from eagle_slim.vocab_tools.counting import count_tokens
-from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
+from eagle_slim.vocab_tools import CorpusSource, TokenCounts, count_tokens, encoding, merge_counts, records
 from eagle_slim.vocab_tools.errors import CorpusError, EagleSlimError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.workers import draws
 from support.programs import need_processes
 from support.tokenizers import WORDS, llama3_like, smollm2
@@ -232,10 +227,8 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: sign
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))
-    command = [sys.executable, str(script), str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    command, streams = [sys.executable, str(script), str(path)], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, **streams, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout.readline().split() != []
         process.send_signal(by)
         # Workers hold its output open, too: this ends with the last of them.
@@ -255,10 +248,8 @@ def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path: P
 
     def count(**settings: Any) -> tuple[list[int], list[str]]:
         told: list[str] = []
-        source = CorpusSource(str(path), **settings)
-        counts = count_tokens(
-            [source], smollm2(), workers=0, held_out=0, notify=told.append, tokenizer_library="tokenizers"
-        )
+        options = {"workers": 0, "held_out": 0, "notify": told.append, "tokenizer_library": "tokenizers"}
+        counts = count_tokens([CorpusSource(str(path), **settings)], smollm2(), **options)
         return counts.sources[0].counts.tolist(), told
 
     def ids(*texts: str) -> list[int]:

@@ -1,5 +1,3 @@
-"""TokenCounts: mixing, merging, and the file."""
-
 import json
 from pathlib import Path
 

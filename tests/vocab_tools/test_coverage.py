@@ -2,11 +2,8 @@ import json
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools import DraftVocab, TokenCounts, TokenizerError, UsageError, VocabularyError, rank_vocabulary
 from eagle_slim.vocab_tools.coverage import MEAN, measure_coverage
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
 from support.raising import raises
@@ -35,9 +32,8 @@ def test_interval_of_two_documents_by_hand() -> None:
     st.integers(1, 12),
 )
 def test_against_a_loop(documents: list[list[int]], order: list[int], size: int) -> None:
-    report = measure_coverage(
-        vocab(order[:size], target_vocab=12), token_counts([1] * 12, documents), range(1, size + 1)
-    )
+    ranked, counts = vocab(order[:size], target_vocab=12), token_counts([1] * 12, documents)
+    report = measure_coverage(ranked, counts, range(1, size + 1))
     tokens = [token for document in documents for token in document]
     for position, smaller in enumerate(report.sizes):
         covered = sum(token in order[:smaller] for token in tokens)
@@ -113,9 +109,8 @@ def test_sizes() -> None:
 
 
 def test_json_and_table() -> None:
-    report = measure_coverage(
-        vocab([5, 0, 7, 3]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]]), sizes=list(np.array([2, 4]))
-    )
+    counts = token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]])
+    report = measure_coverage(vocab([5, 0, 7, 3]), counts, sizes=list(np.array([2, 4])))
     value = json.loads(json.dumps(report.to_json()))
     assert value["sizes"] == [2, 4]
     assert value["sources"][0]["coverage"] == [0.5, 0.833333]
@@ -125,9 +120,8 @@ def test_json_and_table() -> None:
 
 
 def test_floors_and_a_vocabulary_beside() -> None:
-    counts = TokenCounts(
-        (source([1] * 10, [[0, 0, 1, 9]], name="chat", weight=3), source([1] * 10, [[9, 9], [0, 9]], name="code")), None
-    )
+    chat, code = source([1] * 10, [[0, 0, 1, 9]], "chat", 3), source([1] * 10, [[9, 9], [0, 9]], "code")
+    counts = TokenCounts((chat, code), None)
     floors = {"code": 0.5, "chat": 0.7}
     report = measure_coverage(vocab([0, 1, 9]), counts, [2, 3], floors=floors, beside=vocab([9, 8, 0]), draft_vocab=2)
     code, chat, mean = report.sources

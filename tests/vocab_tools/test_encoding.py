@@ -1,5 +1,3 @@
-"""Encoding: the same ids through both libraries, and one that differs is refused."""
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import encoding
+from eagle_slim.vocab_tools import TokenizerError, encoding
 from eagle_slim.vocab_tools.encoding import EncoderSpec, build_encoder, choose_library, encode_all, encoder_spec
-from eagle_slim.vocab_tools.errors import TokenizerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises
@@ -65,7 +62,6 @@ def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longe
 
 
 def shift(texts: Sequence[str]) -> encoding.Encoded:
-    """The ids of tokenizers, one of the fourth text excepted."""
     right = build_encoder(spec_of(llama3_like()))(texts)
     ids = right.token_ids.copy()
     ids[right.offsets[3]] += 1
@@ -77,9 +73,7 @@ REFUSED += [(None, TEXTS, "fastokens is not installed")]
 
 
 @pytest.mark.parametrize(("encode", "texts", "words"), REFUSED)
-def test_a_library_that_differs_or_cannot_be_compared_is_refused(
-    encode: Any, texts: list[str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_differs_or_cannot_be_compared_is_refused(encode, texts, words, monkeypatch):
     if "installed" in words:
         monkeypatch.setitem(sys.modules, "fastokens", None)
     elif encode is not None:

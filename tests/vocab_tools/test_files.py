@@ -1,5 +1,3 @@
-"""Files are written whole or not at all, and only regular ones are read."""
-
 import errno
 import os
 import stat
@@ -7,20 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+from eagle_slim.vocab_tools import DraftVocab, EagleSlimError, TokenCounts, UsageError, import_token_map, load_tokenizer
 from eagle_slim.vocab_tools.files import refuse_existing, write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
-from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises_with, waiting_for_nothing
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch, call):
     write_file(tmp_path / "x", b"old")
 
     def fail(*_: object) -> None:
@@ -43,9 +35,7 @@ def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path: Path, monkey
     assert (tmp_path / "x").read_bytes() == b"new"
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     with raises_with(UsageError, "a pipe or a device"):
         refuse_existing(tmp_path / "pipe", force=True)
@@ -65,9 +55,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
-def test_nothing_waits_for_what_is_not_a_regular_file(
-    tmp_path: Path, name: str, read: Callable[[Path], object]
-) -> None:
+def test_nothing_waits_for_what_is_not_a_regular_file(tmp_path, name, read):
     path = tmp_path / name
     os.mkfifo(path)
     with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):

@@ -1,13 +1,9 @@
-"""Floors: shares of single sources that a ranking must cover."""
-
 from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import SourceCounts, TokenCounts
-from eagle_slim.vocab_tools.coverage import measure_coverage
-from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools import SourceCounts, TokenCounts, UsageError, VocabularyError, measure_coverage
 from eagle_slim.vocab_tools.floors import FloorProblem
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.vocabulary import lost_floors
@@ -15,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.raising import raises, raises_with
+from support.sweeps import sweep
 from support.token_counts import held_out, source
 
 # Weighted shares are 0.72, 0.09, 0.09, 0.06, 0.02, 0.02.
-TWO = TokenCounts(
-    (source([8, 1, 1, 0, 0, 0], name="en", weight=9), source([0, 0, 0, 6, 2, 2], name="zh", weight=1)), None
-)
+TWO = TokenCounts((source([8, 1, 1, 0, 0, 0], name="en", weight=9), source([0, 0, 0, 6, 2, 2], name="zh")), None)
 
 
 def test_the_worked_example() -> None:
@@ -93,7 +88,6 @@ def problems(draw: st.DrawFn) -> tuple[FloorProblem, int]:
 
 
 def choices(problem: FloorProblem, size: int) -> list[NDArray[np.bool_]]:
-    """Every choice of so many ids that holds the floors."""
     everything = [np.isin(np.arange(len(problem.score)), ids) for ids in combinations(range(len(problem.score)), size)]
     return [chosen for chosen in everything if problem.holds(chosen) and chosen[problem.is_forced].all()]
 
@@ -122,7 +116,7 @@ def test_against_every_choice(case: tuple[FloorProblem, int]) -> None:
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
-@pytest.mark.parametrize("seed", [5, 11, 17, 20])
+@pytest.mark.parametrize("seed", sweep([5, 11, 17, 20], 11, 20))
 def test_floors_that_a_choice_holds_are_held(seed: int, is_held_out: bool) -> None:
     rng = np.random.default_rng(seed)
     num_ids, num_sources = int(rng.choice([60, 300, 2000])), int(rng.integers(1, 5))
@@ -150,9 +144,8 @@ def zipf(rng: np.random.Generator, num_ids: int, num_shared: int) -> NDArray[np.
 def test_the_best_choice_of_many_ids_is_within_a_thousandth_of_the_bound() -> None:
     rng = np.random.default_rng(0)
     counted = np.stack([zipf(rng, 2000, 40) for _ in range(3)])
-    problem = FloorProblem(
-        np.array([0.8, 0.1, 0.1]) @ counted, np.arange(2000) >= 1990, counted, counted, np.array([0.7, 0.75, 0.75])
-    )
+    score, is_forced = np.array([0.8, 0.1, 0.1]) @ counted, np.arange(2000) >= 1990
+    problem = FloorProblem(score, is_forced, counted, counted, np.array([0.7, 0.75, 0.75]))
     assert not problem.holds(np.isin(np.arange(2000), np.argsort(-problem.score)[:600]))
     chosen, bound = problem.choose(600)
     assert problem.holds(chosen)

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from eagle_slim.vocab_tools import DraftVocab, TokenCounts, TokenizerError, UsageError, VocabularyError, load_tokenizer
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
 from support.raising import raises

@@ -3,11 +3,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools import DraftVocab, LoadedTokenizer, TokenizerError, load_tokenizer, rank_vocabulary
 from eagle_slim.vocab_tools.show import VocabularyListing, readable_token, show_vocabulary
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
 from support.token_counts import token_counts
 
@@ -15,9 +12,8 @@ from support.token_counts import token_counts
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
     added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a\u200bb\x1b[31m"]
-    return load_tokenizer(
-        write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
-    )
+    folder = write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
+    return load_tokenizer(folder)
 
 
 def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer) -> None:

@@ -1,5 +1,3 @@
-"""Sources: which files, which column, which records, and what is said of bad ones."""
-
 import bz2
 import gzip
 import json
@@ -10,8 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from eagle_slim.vocab_tools import records
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools import CorpusError, UsageError, records
 from eagle_slim.vocab_tools.records import PACKED, BadRecord, cut_text, text_documents
 from eagle_slim.vocab_tools.sources import CorpusSource, amount, open_source, parse_source
 from hypothesis import given
@@ -22,7 +19,6 @@ TEXTS += ['"] , [{', "\\", "}", "a\nb\r\n", ", "]
 
 
 def values(location: Path, **settings: Any) -> list[Any]:
-    """The value of every record, or what is wrong with it."""
     return [value.reason if isinstance(value, BadRecord) else value for _, value in placed(location, **settings)]
 
 
@@ -75,14 +71,11 @@ NAMES += [f"p{suffix[1:]}.jsonl{suffix.upper()}" for suffix in PACKED]
 
 @pytest.mark.parametrize("block_bytes", [7, 50, 700, 1 << 20])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_format_gives_the_texts_in_order_and_their_places(
-    files: Path, name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_format_gives_the_texts_in_order_and_their_places(files, name, block_bytes, monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
     unit, first = {"c.parquet": ("row", 0), "e.json": ("record", 1), "f.json.gz": ("record", 1)}.get(name, ("line", 1))
-    assert placed(files / name) == [
-        (f"{files / name}, {unit} {number + first}", text) for number, text in enumerate(TEXTS)
-    ]
+    expected = [(f"{files / name}, {unit} {number}", text) for number, text in enumerate(TEXTS, first)]
+    assert placed(files / name) == expected
     opened = open_source(CorpusSource(str(files / name)))
     blocks = list(opened.blocks())
     assert block_bytes > 50 or len(blocks) >= (1 if name == "c.parquet" else 10)
@@ -135,9 +128,7 @@ CHAT = [{"role": "user", "content": "x"}]
     ],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_the_column_is_found_or_asked_for(
-    tmp_path: Path, name: str, rows: list[dict[str, Any]], asked: str | None, found: tuple[str, str]
-) -> None:
+def test_the_column_is_found_or_asked_for(tmp_path, name, rows, asked, found):
     if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     else:
@@ -159,9 +150,7 @@ def test_no_column_stands_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block_bytes", [40, 1 << 20])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_bad_lines_are_named_by_line_and_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
-) -> None:
+def test_bad_lines_are_named_by_line_and_reason(tmp_path, monkeypatch, name, block_bytes):
     lines = [b'{"text": "fine"}', b"", b'{"text": "cut off', b"[1, 2]", b'{"other": 1, "more": 2}']
     lines += [b'{"text": "bad \xff byte"}', b'{"text": "NaN elsewhere is taken", "x": NaN}']
     lines += [b'{"text": "large", "x": 1000000000000000000000000000000}', b"   ", b'{"text": "crlf"}\r']
@@ -287,9 +276,8 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     parsed = parse_source("chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3,max-tokens=50")
     assert parsed == CorpusSource("HuggingFaceH4/ultrachat_200k", "chat", 3.0, split="train_sft", max_tokens=50)
-    assert parse_source("x.jsonl,max-tokens=1.5M,max-documents=2k") == CorpusSource(
-        "x.jsonl", max_tokens=1_500_000, max_documents=2000
-    )
+    limited = parse_source("x.jsonl,max-tokens=1.5M,max-documents=2k")
+    assert limited == CorpusSource("x.jsonl", max_tokens=1_500_000, max_documents=2000)
     assert [amount(text) for text in ("5", "500k", "1.5B", "1_000")] == [5, 500_000, 1_500_000_000, 1000]
     assert parse_source("org/data").name == "data"
     assert parse_source("some/code-*.jsonl.gz").name == "code-"

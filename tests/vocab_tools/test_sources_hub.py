@@ -1,19 +1,16 @@
-"""Datasets of a Hub on loopback, streamed through the real `datasets`."""
-
 import gzip
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from eagle_slim.vocab_tools.counting import count_tokens
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools import CorpusError, UsageError, count_tokens
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from huggingface_hub import constants
 from support.hub_server import Fault, HubServer, connected
@@ -38,6 +35,7 @@ def parquet(shard: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    import_module("datasets")  # takes seconds; `connected` changes it where it is imported
     with HubServer() as server:
         server.add_dataset(
             "org/texts",
@@ -55,7 +53,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
     hub.inject(path, fault)
     yield
-    hub.clear_faults()
+    hub.faults.clear()
 
 
 def texts(source: CorpusSource) -> list[str]:
@@ -69,13 +67,13 @@ def test_streams_every_shard_in_order(hub: HubServer) -> None:
     corpus = open_source(source)
     assert (corpus.kind, corpus.column, corpus.size) == ("text", "text", None)
     expected = {"dataset": "org/texts", "config": "default", "split": "train", "column": "text"}
-    assert corpus.origin == expected | {"revision": hub.repo("org/texts", "dataset").branches["main"]}
+    assert corpus.origin == expected | {"revision": hub.repos["dataset", "org/texts"].branches["main"]}
     assert texts(CorpusSource("org/texts", split="test"))[0] == "shard 9 row 0"
     assert list(corpus.blocks())[1].place(17) == "org/texts, split train, shard 1, row 17"
 
 
 def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
-    hub.reset_counts()
+    hub.requests.clear()
     count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)
     assert hub.bytes_sent("train-00000-of-00003.parquet") > 0
     assert hub.bytes_sent("train-00002-of-00003.parquet") == 0
@@ -105,12 +103,10 @@ def test_what_is_not_there_is_named(hub: HubServer) -> None:
 @pytest.mark.parametrize(
     ("name", "file"), [("org/texts", "train-00000-of-00003.parquet"), ("org/chats", "train.jsonl")]
 )
-def test_a_file_that_never_comes_is_given_up(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
-) -> None:
+def test_a_file_that_never_comes_is_given_up(hub, tmp_path, monkeypatch, name, file):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
-    monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
-    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
+    monkeypatch.setattr("datasets.config.STREAMING_READ_MAX_RETRIES", 1)
+    monkeypatch.setattr("datasets.config.STREAMING_READ_RETRY_INTERVAL", 0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with (
         connected(hub, tmp_path),
@@ -121,11 +117,13 @@ def test_a_file_that_never_comes_is_given_up(
 
 
 def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
     with connected(hub, tmp_path):
-        datasets.load_dataset("org/texts")
+        load_dataset("org/texts")
         online = texts(CorpusSource("org/texts"))
     with connected(hub, tmp_path, offline=True):
-        hub.reset_counts()
+        hub.requests.clear()
         assert texts(CorpusSource("org/texts")) == online
         assert hub.bytes_sent() == 0
         with pytest.raises(CorpusError, match="only what is in the cache already"):

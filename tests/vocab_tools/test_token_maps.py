@@ -1,18 +1,12 @@
-"""Token maps of other tools, read and written, and the two forms of d2t."""
-
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from eagle_slim.vocab_tools import d2t_from_ids, ids_from_d2t, t2d_from_ids
+from eagle_slim.vocab_tools import d2t_from_ids, forced_ids, ids_from_d2t, rank_by_order, read_target, t2d_from_ids
 from eagle_slim.vocab_tools.errors import SourceError, TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.forced import forced_ids
-from eagle_slim.vocab_tools.ranking import rank_by_order
-from eagle_slim.vocab_tools.target import read_target
 from eagle_slim.vocab_tools.token_maps import LOADERS, Loader, export_token_map, import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -21,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
+from support.tampering import Attack
 
 IDS = [1, 4, 5]
 OFFSETS = [1, 3, 3]
@@ -302,18 +297,10 @@ def test_target_vocab_comes_from_the_mask_or_the_largest_id(tmp_path: Path) -> N
         import_token_map(tmp_path / "v.json", 13000)
 
 
-class _Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
-
-
 @pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: [1, 2, evil], lambda evil: {"d2t": evil}])
 def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> None:
     marker = tmp_path / "ran"
-    torch.save(wrap(_Evil(marker)), tmp_path / "evil.pt")
+    torch.save(wrap(Attack(marker)), tmp_path / "evil.pt")
     with pytest.raises(VocabularyError, match=r"evil.pt: refused.* posix\.system when") as caught:
         import_token_map(tmp_path / "evil.pt", 12)
     assert "weights_only" not in str(caught.value)
@@ -362,9 +349,7 @@ def test_export_refusals(tmp_path: Path) -> None:
         ({"vocab_size": "12", "eos_token_id": [None, 3, "4"]}, None, None, None, (3,)),
     ],
 )
-def test_what_a_target_says_of_its_lm_head(
-    tmp_path: Path, config: dict[str, Any], generation: Any, vocab_size: int | None, tied: bool | None, eos_ids: Any
-) -> None:
+def test_what_a_target_says_of_its_lm_head(tmp_path, config, generation, vocab_size, tied, eos_ids):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
-from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools import TokenizerError, UsageError, forced_ids
 from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, load_tokenizer
 from support.raising import raises
 from support.small_tokenizers import CHATML, byte_level_bpe, with_reserved, write_folder
@@ -44,9 +43,8 @@ def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path:
     unspecial = json.loads(byte_level_bpe().to_str())
     unspecial["added_tokens"][1]["special"] = False
     others = [normalised, Tokenizer.from_str(json.dumps(unspecial)), byte_level_bpe(359)]
-    hashes = {
-        load_tokenizer(write_folder(tmp_path / f"other{i}", other)).tokenizer_hash for i, other in enumerate(others)
-    }
+    folders = [write_folder(tmp_path / f"other{i}", other) for i, other in enumerate(others)]
+    hashes = {load_tokenizer(folder).tokenizer_hash for folder in folders}
     assert len(hashes) == 3
     assert base.tokenizer_hash not in hashes
     assert base.tokenizer_hash.startswith("sha256:")
@@ -118,10 +116,9 @@ def test_several_templates_and_generation_tags(tmp_path: Path) -> None:
     added = ["<|endoftext|>", "<|user|>", "<|tool|>", "<|rag|>"]
     folder = write_folder(tmp_path / "t", byte_level_bpe(300, added), None)
     (folder / "chat_template.jinja").write_text("{%generation%}<|user|>{% endgeneration +%}")
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
-        "{%- generation -%}<|tool|>{% endgeneration %}"
-    )
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{%- generation -%}<|tool|>{% endgeneration %}")
     loaded = load_tokenizer(folder)
     assert set(loaded.chat_templates) == {"default", "tool_use"}
     reasons = forced_ids(loaded).reasons

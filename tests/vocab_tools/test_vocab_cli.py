@@ -11,12 +11,9 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from eagle_slim.vocab_tools import common_cli
+from eagle_slim.vocab_tools import DraftVocab, TokenCounts, VocabularyError, common_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import VocabularyError
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
 from support.small_tokenizers import TEXT, byte_level_bpe, write_folder
 
@@ -104,9 +101,8 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
 
 
 def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jinja").write_text(
-        "{% for m in messages %}{{ 'yes' if x is true and y == 'Z' }}{{ m.content }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ 'yes' if x is true and y == 'Z' }}{{ m.content }}{% endfor %}"
+    (tmp_path / "a.jinja").write_text(template)
     arguments = ("count", files / "chat.jsonl", "--tokenizer", files / "tok", "--chat-template", tmp_path / "a.jinja")
     arguments = (*arguments, "--no-progress", "--workers", 0, "--force", "-o", tmp_path / "counts", "--json")
     option, plain = "--chat-template-kwargs", run(*arguments).json
@@ -173,9 +169,7 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
 ENCODE = ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library"]
 
 
-def test_errors_are_one_line_and_leave_nothing(
-    run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     write_folder(tmp_path / "other", byte_level_bpe(300))
     monkeypatch.chdir(files)

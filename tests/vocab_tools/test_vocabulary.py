@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.vocab_tools import DraftVocab, UsageError, VocabularyError
 
 
 def make(ids: list[int] | None = None, forced: int = 1, **options: object) -> DraftVocab:

@@ -50,8 +50,8 @@ class DraftAttentionShape:
     heads_per_unit: int
     block_keys: int
     """Keys of one tile."""
-    slots: int = 1
-    """Sequences whose chains lie together."""
+    stride: int = 1
+    """Rows from one of a sequence to its next, see `persistent`."""
     part_keys: int = 1
     """Prefix keys from which attention is split over programs."""
     max_splits: int = 16
@@ -84,11 +84,6 @@ class DraftAttentionShape:
     def group_rows(self) -> int:
         """Rows of one unit."""
         return self.heads_per_unit * int(ROWS.value)
-
-    @property
-    def stride(self) -> int:
-        """Rows from one of a sequence to its next, see `persistent`."""
-        return int(triton.next_power_of_2(self.slots))
 
     @property
     def half(self) -> int:
@@ -451,7 +446,7 @@ def attend(
     qkv_ptr,  # fp32 [ROWS, stride, qkv_size]
     cache,  # `DraftCache`
     rope,  # `Rope`
-    chain_ptr,  # int32 [2, slots, ROWS, CHAIN_COLUMNS], see `frontier.chain_at`
+    chain_ptr,  # int32 [2, stride, ROWS, CHAIN_COLUMNS], see `frontier.chain_at`
     splits,  # `AttentionSplits`
     rows,  # `Rows`
     num_active,
@@ -476,12 +471,12 @@ def attend(
             source_ptr = qkv_ptr + a.to(tl.int64) * SHAPE.qkv_size
             at = slot * cache.stride_slot + kv_head.to(tl.int64) * cache.stride_head
             mine = DraftCache(cache.key + at, cache.value + at, cache.stride_slot, cache.stride_head)
-            chains = chain_at(chain_ptr, level, row, SHAPE.slots)
+            chains = chain_at(chain_ptr, level, row, SHAPE.stride)
             first = (group * max_splits).to(tl.int64) * SHAPE.heads_per_unit * ROWS
             parts = AttentionSplits(splits.stats + first * 2, splits.weighted + first * SHAPE.block_d)
             unit = Unit(kv_head, group % SHAPE.head_groups, split, num_splits)
             num_new = of_sequence(rows.num_new, rows.seq, a)
-            ALL_SPLITS: tl.constexpr = PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_splits
+            ALL_SPLITS: tl.constexpr = PROGRAMS // (SHAPE.stride * SHAPE.groups) < SHAPE.max_splits
             attend_unit(source_ptr, mine, rope, chains, parts, unit, prefix, num_new, level, SHAPE, ALL_SPLITS)
 
 

@@ -42,9 +42,9 @@ class Frontier(NamedTuple):
 
 
 @triton.jit
-def chain_at(chain_ptr, level, row, SLOTS: tl.constexpr):
-    """Return the ancestor chains of a level's nodes, from a row on; two levels take turns."""
-    return chain_ptr + ((level % 2) * SLOTS * ROWS + row) * CHAIN_COLUMNS
+def chain_at(chain_ptr, level, row, STRIDE: tl.constexpr):
+    """Return the ancestor chains of a level's nodes, from a row on; two levels of STRIDE sequences take turns."""
+    return chain_ptr + ((level % 2) * STRIDE * ROWS + row) * CHAIN_COLUMNS
 
 
 @triton.jit

@@ -25,7 +25,7 @@ Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter th
 ``o`` and ``down`` write rows already multiplied by the norm's weight, and the factor multiplies the next product's
 result.
 
-Depth and number of nodes come with the launch, up to the bounds of `tree_build.TreeBounds`; ``top_k`` is compiled in.
+Slots, depth and number of nodes come with the launch, up to powers of two that are compiled in; so is ``top_k``.
 
 Row ``n * stride + a`` of operands and results is token or node n of the a-th active sequence; the stride is the number
 of slots as a power of two. A product takes as many rows as a level has (`launch_params.block_rows`), and fc and qkv
@@ -123,16 +123,12 @@ class Grid:
     programs: int
     lists: int
     """Programs, to a multiple of `lm_topk.LIST_BATCH`."""
-    slots: int
+    stride: int
+    """Rows from one of a sequence to its next: a power of two of at least the slots."""
     embed_rows: int
     """Embeddings kept per sequence."""
     width: int
     """Columns of `StepInputs.new_tokens`."""
-
-    @property
-    def stride(self) -> int:
-        """Rows from one of a sequence to its next."""
-        return int(triton.next_power_of_2(self.slots))
 
     @property
     def features(self) -> int:
@@ -387,8 +383,8 @@ def choose_nodes(draft, a, level, first_candidate, PLAN: tl.constexpr):
         score_ptr = ws.frontier_score + row
         candidate_ptr = ws.frontier_candidate + row
         nodes = Frontier(score_ptr, candidate_ptr, ws.frontier_parent + row, ws.frontier_child + row)
-        chain = chain_at(ws.chain, level.number, row, GRID.slots)
-        next_chain = chain_at(ws.chain, level.number + 1, row, GRID.slots)
+        chain = chain_at(ws.chain, level.number, row, GRID.stride)
+        next_chain = chain_at(ws.chain, level.number + 1, row, GRID.stride)
         choose_frontier(keys_ptr, level.num_nodes, first_candidate, level.number, nodes, chain, next_chain, SELECT)
 
 
@@ -769,12 +765,13 @@ def draft_level(draft, number, round, PLAN: tl.constexpr):
     return round
 
 
-# Separate taps lie anywhere, and trees change between steps: neither must make another kernel.
-@triton.jit(do_not_specialize=["tap_offset_1", "tap_offset_2", "depth", "total_tokens"])
+# Separate taps lie anywhere, and slots and trees change: none must make another kernel.
+@triton.jit(do_not_specialize=["tap_offset_1", "tap_offset_2", "num_slots", "depth", "total_tokens"])
 def draft_kernel(
     features,  # `Features`
     tap_offset_1: tl.int64,  # where the second and third tap begin, in values from the first
     tap_offset_2: tl.int64,
+    num_slots,
     depth,  # of the trees of this launch, and their nodes: at most those of `TreeBounds`
     total_tokens,
     step,  # `StepInputs`
@@ -794,7 +791,7 @@ def draft_kernel(
     round = 0
     for index in range(PROGRAMS + pid, PLAN.grid.lists, PROGRAMS):
         clear_lists(ws.best_key + index * PLAN.select.block_m * PLAN.select.max_k, SELECT)
-    for index in tl.range(pid, PLAN.grid.slots, PROGRAMS, disable_licm=True):
+    for index in tl.range(pid, num_slots, PROGRAMS, disable_licm=True):
         slot = index + zero
         if tl.load(step.active_inverse + slot) < 0:
             blank_tree(slot, out, draft.size, TREE)

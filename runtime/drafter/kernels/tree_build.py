@@ -15,34 +15,26 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ...settings import TreeConfig
 from .selection import best_k_mask
 from .weight_stream import hidden_zero
 
 
 @dataclass(frozen=True)
 class TreeBounds:
-    """Most candidates and nodes of a sequence: the bounds that a kernel is compiled for."""
+    """Most candidates and nodes of a sequence, powers of two: trees of like size share a compiled kernel."""
 
     candidates: int
     total: int
-    """Nodes, the root included."""
+    """Nodes, the root included; at least 16."""
     width: int
     """Longest path."""
 
-    @property
-    def block_c(self) -> int:
-        """Power of two that holds the candidates."""
-        return int(triton.next_power_of_2(self.candidates))
-
-    @property
-    def block_t(self) -> int:
-        """Power of two that holds the nodes."""
-        return max(16, int(triton.next_power_of_2(self.total)))
-
-    @property
-    def block_w(self) -> int:
-        """Power of two that holds a path."""
-        return int(triton.next_power_of_2(self.width))
+    @classmethod
+    def of(cls, tree: TreeConfig) -> TreeBounds:
+        """Return the bounds of a tree."""
+        sizes = tree.num_candidates, max(16, tree.total_tokens), tree.path_width
+        return cls(*(triton.next_power_of_2(size) for size in sizes))
 
 
 class TreeSize(NamedTuple):
@@ -93,9 +85,9 @@ def build_tree(drafted, root_token, slot, out, size, SHAPE: tl.constexpr):
 
     ``size``: `TreeSize`.
     """
-    BLOCK_C: tl.constexpr = SHAPE.block_c
-    BLOCK_T: tl.constexpr = SHAPE.block_t
-    BLOCK_W: tl.constexpr = SHAPE.block_w
+    BLOCK_C: tl.constexpr = SHAPE.candidates
+    BLOCK_T: tl.constexpr = SHAPE.total
+    BLOCK_W: tl.constexpr = SHAPE.width
     zero = hidden_zero()
     offs_c = tl.arange(0, BLOCK_C) + zero
     real = offs_c < size.candidates
@@ -156,8 +148,8 @@ def build_tree(drafted, root_token, slot, out, size, SHAPE: tl.constexpr):
 @triton.jit
 def blank_tree(slot, out, size, SHAPE: tl.constexpr):
     """Write an inactive slot's outputs: -1 for tokens, parents and paths, 0 for the rest."""
-    BLOCK_T: tl.constexpr = SHAPE.block_t
-    BLOCK_W: tl.constexpr = SHAPE.block_w
+    BLOCK_T: tl.constexpr = SHAPE.total
+    BLOCK_W: tl.constexpr = SHAPE.width
     offs_t = tl.arange(0, BLOCK_T)
     offs_w = tl.arange(0, BLOCK_W)
     mask_t = offs_t < size.total

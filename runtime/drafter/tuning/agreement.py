@@ -15,7 +15,7 @@ expanded, in fp32, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,15 +67,10 @@ class Step:
     def of(cls, features: Tensor | tuple[Tensor, ...], bufs: Buffers) -> Step:
         """Copy a step out of the buffers (waits for the device)."""
         joined = features if isinstance(features, Tensor) else torch.cat(features, -1)
-        return cls(
-            joined.clone(),
-            bufs.new_tokens[:, : joined.shape[1]].long(),
-            tuple(bufs.num_new.tolist()),
-            tuple(bufs.prefix.tolist()),
-            bufs.keys.clone(),
-            bufs.values.clone(),
-            tuple(sorted(bufs.active_slots[: int(bufs.active_count)].tolist())),
-        )
+        tokens = bufs.new_tokens[:, : joined.shape[1]].long()
+        num_new, prefix = tuple(bufs.num_new.tolist()), tuple(bufs.prefix.tolist())
+        active = tuple(sorted(bufs.active_slots[: int(bufs.active_count)].tolist()))
+        return cls(joined.clone(), tokens, num_new, prefix, bufs.keys.clone(), bufs.values.clone(), active)
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def replay(
     and outputs (None to leave those out); ``keys``, ``values`` its cache afterwards, None to leave that out.
     ``exact_ties`` False accepts any choice among equal scores (`torch.topk`).
     """
-    device, top_k, errors = head.device, tree.top_k, _Errors(atol)
+    device, top_k, errors, faults = head.device, tree.top_k, list[Tensor](), list[str]()
     slots = torch.tensor(step.active, device=device)
     num_new = torch.tensor(step.num_new, device=device)[slots]
     tokens, longest = step.new_tokens[slots].clamp(min=0), int(num_new.max())
@@ -161,55 +156,41 @@ def replay(
     try:
         for level in range(tree.depth + 1):
             if level > 0:
-                expanded, place, base = _read_frontier(drafted, level, top_k, exact_ties, errors)
+                expanded, place, base = _read_frontier(drafted, level, top_k, exact_ties, faults)
                 parent = torch.zeros_like(place) if level == 1 else place // top_k
                 hidden = draft.carry(output).gather(1, parent[..., None].expand(-1, -1, output.shape[-1]))
                 if level > 1:
                     ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
                     ancestors = torch.cat((ancestors, itself), 2)
                 output = draft.level(hidden, drafted.tokens.gather(1, expanded), ancestors)
-            _check_children(draft.logits(output), head, drafted, level, top_k, base, errors)
+            error, missed = _check_children(draft.logits(output), head, drafted, level, top_k, base, faults)
+            errors.append(error.flatten().double())
+            if not missed <= 2 * atol:
+                faults.append(f"level {level}: children are worse than the best by {missed:.3g}")
     except _NotReplayableError as stop:
         infinite = float("inf")
         return Agreement(infinite, infinite, infinite, atol, (str(stop),))
-    rms = (errors.squares / errors.count) ** 0.5
-    if not errors.largest <= atol:
-        errors.faults.append(f"a log-probability is off by {errors.largest:.3g}")
+    largest, rms = _largest(torch.cat(errors)), float(torch.cat(errors).square().mean().sqrt())
+    if not largest <= atol:
+        faults.append(f"a log-probability is off by {largest:.3g}")
     if not rms <= atol / 4:
-        errors.faults.append(f"log-probabilities are off by {rms:.3g} on average")
+        faults.append(f"log-probabilities are off by {rms:.3g} on average")
     cache_error = 0.0
     if keys is not None and values is not None:
         cache_error = _cache_error(step, tree.depth * top_k, (keys, values), cache)
         if not cache_error <= atol:
-            errors.faults.append(f"the KV cache is off by {cache_error:.3g}")
+            faults.append(f"the KV cache is off by {cache_error:.3g}")
     if result is not None:
         roots = tokens.gather(1, (num_new - 1)[:, None])[:, 0]
         wanted = build_tree(roots, drafted, tree)
         for name in BLANK:
             if not torch.equal(getattr(result, name)[slots], getattr(wanted, name)):
-                errors.faults.append(f"{name} is not what tree.build_tree gives")
-    return Agreement(errors.largest, rms, cache_error, atol, tuple(errors.faults))
+                faults.append(f"{name} is not what tree.build_tree gives")
+    return Agreement(largest, rms, cache_error, atol, tuple(faults))
 
 
 class _NotReplayableError(Exception):
     """A draft whose next level cannot be run."""
-
-
-@dataclass
-class _Errors:
-    """Errors of log-probabilities so far, and what else is wrong."""
-
-    atol: float
-    faults: list[str] = field(default_factory=list)
-    largest: float = 0.0
-    squares: float = 0.0
-    count: int = 0
-
-    def add(self, error: Tensor) -> None:
-        """Count the errors of a level."""
-        self.largest = max(self.largest, _largest(error))
-        self.squares += float((error.double() ** 2).sum())
-        self.count += error.numel()
 
 
 def _level_range(level: int, top_k: int) -> slice:
@@ -217,12 +198,9 @@ def _level_range(level: int, top_k: int) -> slice:
 
 
 def _read_frontier(
-    drafted: Candidates, level: int, top_k: int, exact_ties: bool, errors: _Errors
+    drafted: Candidates, level: int, top_k: int, exact_ties: bool, faults: list[str]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nodes that a level expands: candidate index, index in the level before, and score, [active, top_k].
-
-    Raises `_NotReplayableError` for parents that are not among them.
-    """
+    """Return the nodes that a level expands, [active, top_k]: candidate index, index in the level before, and score."""
     before = _level_range(level - 1, top_k)
     parents = drafted.parents[:, _level_range(level, top_k)].unflatten(1, (top_k, top_k))
     previous, expanded = drafted.scores[:, before], parents[..., 0]
@@ -231,20 +209,20 @@ def _read_frontier(
     place = expanded - before.start
     best, wanted = ranked_topk(previous, top_k)
     if not torch.equal(previous.gather(1, place.clamp(0, previous.shape[1] - 1)), best):
-        errors.faults.append(f"level {level}: the frontier is not the best {top_k} candidates of the level before")
+        faults.append(f"level {level}: the frontier is not the best {top_k} candidates of the level before")
     elif exact_ties and not torch.equal(place, wanted):
-        errors.faults.append(f"level {level}: the frontier breaks ties by another rule")
+        faults.append(f"level {level}: the frontier breaks ties by another rule")
     if not ((place >= 0) & (place < previous.shape[1])).all():
         raise _NotReplayableError(f"level {level}: parents out of range")
     return expanded, place, previous.gather(1, place)
 
 
 def _check_children(
-    logits: Tensor, head: HeadWeights, drafted: Candidates, level: int, top_k: int, base: Tensor, errors: _Errors
-) -> None:
-    """Check a level's candidates against ``logits`` [active, width, draft_vocab]; ``base``: scores of their parents.
+    logits: Tensor, head: HeadWeights, drafted: Candidates, level: int, top_k: int, base: Tensor, faults: list[str]
+) -> tuple[Tensor, float]:
+    """Return the errors of a level's log-probabilities, and how much worse its children are than the best.
 
-    Raises `_NotReplayableError` for tokens outside the draft vocabulary.
+    ``logits`` [active, width, draft_vocab]: the reference's; ``base``: scores of the parents.
     """
     children = (logits.shape[1], top_k)
     tokens, scores = (
@@ -258,15 +236,13 @@ def _check_children(
     if not (rows >= 0).all():
         raise _NotReplayableError(f"level {level}: tokens outside the vocabulary")
     expected = log_probs.gather(2, rows)
-    errors.add(((scores - base[..., None]) - expected) / spread)
     best_log_probs = ranked_topk(log_probs, top_k)[0]
     missed = _largest((best_log_probs - expected.sort(-1, descending=True).values) / spread)
-    if not missed <= 2 * errors.atol:
-        errors.faults.append(f"level {level}: children are worse than the best by {missed:.3g}")
     if any(len(set(node)) < top_k for sequence in rows.tolist() for node in sequence):
-        errors.faults.append(f"level {level}: a node has one child twice")
+        faults.append(f"level {level}: a node has one child twice")
     if not (scores[..., 1:] <= scores[..., :-1]).all():
-        errors.faults.append(f"level {level}: children are not ranked")
+        faults.append(f"level {level}: children are not ranked")
+    return ((scores - base[..., None]) - expected) / spread, missed
 
 
 def _cache_error(step: Step, tree_rows: int, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:

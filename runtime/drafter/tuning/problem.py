@@ -56,10 +56,7 @@ MODELS = {
 def random_head(
     dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0, lm_head_gain: float = 3.0
 ) -> HeadWeights:
-    """Build a head over the full vocabulary whose activations stay of order one; shapes only on "meta".
-
-    ``lm_head_gain``: about the standard deviation of the logits.
-    """
+    """Build a head over the full vocabulary, logits' deviation about ``lm_head_gain``; shapes only on "meta"."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def matrix(out: int, size: int, gain: float = 1.0) -> Tensor:

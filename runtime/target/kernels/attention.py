@@ -27,6 +27,9 @@ from . import attention_kernels as kernels
 from .attention_kernels import MAIN_ROWS, TAIL_ROWS
 from .machine import gpu_name, num_processors, overlapping
 
+Heads = tuple[int, int, int]
+"""heads, kv_heads and head_dim of a layer."""
+
 
 class AttentionRows(NamedTuple):
     """Rows that attend, and to what: shared by all layers of a forward; all on one device.
@@ -74,12 +77,9 @@ class AttentionScratch(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, places: int, nodes: int, shapes: Iterable[tuple[int, int, int]], capacity: int, device: torch.device
+        cls, places: int, nodes: int, shapes: Iterable[Heads], capacity: int, device: torch.device
     ) -> AttentionScratch:
-        """Allocate for up to ``places`` sequences of ``nodes`` rows over caches of ``capacity`` rows a slot.
-
-        ``shapes``: heads, kv_heads and head_dim of each kind of layer.
-        """
+        """Allocate for up to ``places`` sequences of ``nodes`` rows over caches of ``capacity`` rows a slot."""
         num_sms, sizes = num_processors(device), []
         for shape in shapes:
             heads, _, head_dim = shape
@@ -125,15 +125,9 @@ def num_states(capacity: int, tiles: AttentionTiles) -> int:
 
 
 def attention_tiles(
-    places: int,
-    nodes: int,
-    shape: tuple[int, int, int],
-    num_sms: int,
-    itemsize: int,
-    is_tree: bool = False,
-    gpu: str = "",
+    places: int, nodes: int, shape: Heads, num_sms: int, itemsize: int, is_tree: bool = False, gpu: str = ""
 ) -> AttentionTiles:
-    """Choose for a forward of layers of a ``shape``: heads, kv_heads, head_dim; of trees or of chains.
+    """Choose for a forward of layers of a ``shape``, of trees or of chains.
 
     Four programs of main parts for each multiprocessor: not all of them find work. Heads above 128 and float32 need the
     registers of more warps; tails of many trees, or of narrow heads, are done sooner by fewer.

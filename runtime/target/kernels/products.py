@@ -293,15 +293,8 @@ def _head_tiles(tiles: ProductTiles, half_block: int, head_dim: int, groups: int
     """Fit tiles to heads, a whole one at least; ``groups``: of the weight's scales."""
     if 2 * half_block > 128:
         columns, stages = (64, 3) if groups <= 1 else (SCALE_BLOCK, 2)
-        return replace(
-            tiles,
-            block_n=2 * half_block,
-            block_k=min(tiles.block_k, columns),
-            block_rows=min(tiles.block_rows, 64),
-            num_warps=8,
-            num_stages=min(tiles.num_stages, stages),
-            tma=False,
-        )
+        tiles = replace(tiles, block_n=2 * half_block, num_warps=8, num_stages=min(tiles.num_stages, stages), tma=False)
+        return replace(tiles, block_k=min(tiles.block_k, columns), block_rows=min(tiles.block_rows, 64))
     tiles = replace(tiles, block_n=max(tiles.block_n, 2 * half_block))
     if tiles.tma and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
@@ -435,13 +428,8 @@ def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> 
     if not tiles.tma:
         return x, source, x, source, scales
     tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
-    return (
-        x,
-        source,
-        TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
-        TensorDescriptor.from_tensor(source, tile),
-        scales,
-    )
+    copied = TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k])
+    return x, source, copied, TensorDescriptor.from_tensor(source, tile), scales
 
 
 def factor_args(rows: NormedRows, norm: Norm) -> FactorArgs:

@@ -188,15 +188,15 @@ def test_the_layers_window_stands_where_vllm_reads_it(tmp_path, changes, window,
 @pytest.mark.parametrize("write", [write_eagle3, write_eagle1])
 def test_sizes_in_a_text_config(tmp_path, write):
     plain = convert(write(tmp_path / "plain"), draft_vocab="full", out=tmp_path / "a").folder
-    config = json.loads((write(tmp_path / "head") / "config.json").read_text())
+    config = heads.config_of(write(tmp_path / "head"))
     outer = ("architectures", "draft_vocab_size", "torch_dtype", "bias")
     nested = {key: value for key, value in config.items() if key not in outer}
     nested |= {"model_type": "qwen2_5_vl_text", "rope_theta": 5e5}
     kept = {key: config[key] for key in outer if key in config}
     vision = {"vision_config": {"hidden_size": 7}, "model_type": "qwen2_5_vl"}
-    (tmp_path / "head" / "config.json").write_text(json.dumps({**kept, **vision, "text_config": nested}))
+    heads.write_json(tmp_path / "head" / "config.json", {**kept, **vision, "text_config": nested})
     done = convert(tmp_path / "head", draft_vocab="full", out=tmp_path / "b")
-    found, expected = (json.loads((folder / "config.json").read_text()) for folder in (done.folder, plain))
+    found, expected = map(heads.config_of, (done.folder, plain))
     assert found == {**expected, "rope_theta": 5e5}
     assert verify_artifact(done.folder, head=tmp_path / "head").ok
 
@@ -231,9 +231,8 @@ def ones(*shape):
 def test_every_layer_of_eagle1_is_checked(tmp_path):
     second = {name: ones(*shape) for name, shape in heads.layer_shapes("layers.1.", HIDDEN).items()}
     second |= {f"layers.1.{name}_layernorm.weight": ones(HIDDEN) for name in ("input", "post_attention")}
-    assert (
-        open_head(write_eagle1(tmp_path / "two", extra=second, num_hidden_layers=...)).config["num_hidden_layers"] == 2
-    )
+    two = open_head(write_eagle1(tmp_path / "two", extra=second, num_hidden_layers=...))
+    assert two.config["num_hidden_layers"] == 2
     with raises_with(MismatchError, "layers.1.mlp.up_proj.weight", "[3, 4]"):
         open_head(write_eagle1(tmp_path / "wrong", extra=second | {"layers.1.mlp.up_proj.weight": ones(3, 4)}))
 
@@ -339,10 +338,8 @@ def test_refused(tmp_path, arguments, error, words):
         open_head(folder)
 
 
-_WHOLE_MODEL = {
-    f"model.{name}.weight": ones(4, 4)
-    for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
-}
+_WHOLE_MODEL = {f"model.{name}.weight": ones(4, 4) for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj")}
+_WHOLE_MODEL["model.layers.0.self_attn.q_norm.weight"] = ones(4, 4)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +371,7 @@ def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, c
 
 def test_an_old_configuration_of_vllm_keeps_the_head_in_a_part(tmp_path):
     folder = write_eagle1(tmp_path / "head")
-    flat = json.loads((folder / "config.json").read_text())
+    flat = heads.config_of(folder)
     heads.write_json(folder / "config.json", {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": flat})
     assert open_head(folder).config == open_head(write_eagle1(tmp_path / "flat")).config
 
@@ -414,7 +411,7 @@ def test_a_quantisation_is_seen_wherever_it_stands(tmp_path, place):
     else:
         write_eagle3(folder, spelling="speculators" if place == "speculators" else "midlayer")
     key = "transformer_layer_config" if "speculators" in place else place
-    config = json.loads((folder / "config.json").read_text())
+    config = heads.config_of(folder)
     part = config.setdefault(key, {}) if key else config
     part["quantization_config"] = nothing
     heads.write_json(folder / "config.json", config)

@@ -5,9 +5,8 @@ what leaves the layers 1, 3 and 4.
 """
 
 import pytest
-from eagle_slim.convert import MismatchError
+from eagle_slim.convert import MismatchError, open_head
 from eagle_slim.convert.engines import HeadFacts, head_findings
-from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.opening.pairing import resolve_tap_layers
 from support.conversion import BY_ID, convert
 from support.heads import VOCAB, eagle3_tensors, write_eagle1, write_eagle3

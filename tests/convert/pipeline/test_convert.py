@@ -15,25 +15,30 @@ from eagle_slim.convert import Artifact, VocabRequest, open_head, pipeline, plan
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.errors import CheckpointError, MismatchError, OutputExistsError, SourceError
 from eagle_slim.convert.options import ConvertOptions
-from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
-from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools import TokenCounts, TokenizerError, UsageError, load_tokenizer, rank_vocabulary
 from eagle_slim.vocab_tools.sources import parse_source
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import BY_ID, by_map, convert, convert_all, written
-from support.heads import HIDDEN, TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_target
+from support.heads import (
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    change_config,
+    config_of,
+    eagle3_tensors,
+    random,
+    write_eagle1,
+    write_eagle3,
+    write_json,
+    write_target,
+)
 from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import source as source_counts
 from support.token_counts import token_counts
-
-
-def config_of(folder: Path):
-    return json.loads((folder / "config.json").read_text())
 
 
 def target_ids(tensors) -> np.ndarray:
@@ -202,9 +207,7 @@ BIASED = {"attention_bias": True}
         (QKV_BIASES | O_BIAS, {"attention_bias": ..., "model_type": "qwen2"}, {}, BIASED, "biases"),
     ],
 )
-def test_options_of_a_head_are_carried_with_what_makes_engines_read_them(
-    tmp_path, extra, changes, added, config, words
-):
+def test_options_of_a_head_are_carried_with_what_lets_engines_read_them(tmp_path, extra, changes, added, config, words):
     head = write_eagle3(tmp_path / "head", tensors=eagle3_tensors(rows=VOCAB) | extra, **changes)
     done = audited(tmp_path, head)
     found = written(done.folder)
@@ -285,8 +288,7 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
 @pytest.mark.parametrize("ids", [None, heads.trained_ids()])
 def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
     """The head pads the target's 300 ids to 384; the tokenizer has tokens beyond them."""
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    change_config(target, vocab_size=300)
     head = write_eagle3(tmp_path / "head", ids=ids)
     size = 290 if ids is None else int((ids < 300).sum())
     done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
@@ -327,7 +329,7 @@ def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     assert torch.equal(found.pop("fc.bias"), torch.zeros(HIDDEN, dtype=torch.bfloat16))
     assert found.keys() == source.keys()
     assert all(torch.equal(found[name], source[name]) for name in source)
-    config = json.loads((head / "config.json").read_text()) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    config = config_of(head) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
     assert config_of(done.folder) == {key: config[key] for key in config if key not in ("bias", "layer_types")}
     assert any("num_hidden_layers was 32" in warning for warning in done.manifest.warnings)
     freq = torch.load(done.folder / "freq_320.pt", weights_only=True)
@@ -363,9 +365,8 @@ def test_eagle1_keeps_its_norms(tmp_path):
 
 def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     tokenizer = load_tokenizer(str(target))
-    counts = token_counts(
-        [token % 97 for token in range(TOKENS)], [[300, 301, 302] * 20, [5, 290, 2]], tokenizer.tokenizer_hash
-    )
+    documents = [[300, 301, 302] * 20, [5, 290, 2]]
+    counts = token_counts([token % 97 for token in range(TOKENS)], documents, tokenizer.tokenizer_hash)
     head = write_eagle3(tmp_path / "head")
     request = VocabRequest(counts=(counts,))
     done = convert_all(head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many")
@@ -374,7 +375,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert small.manifest.rank_order_ids.tolist() == large.manifest.rank_order_ids[:270].tolist()
     assert large.tokenizer_hash == tokenizer.tokenizer_hash
     entry = done[0].to_json()["coverage"][0]
-    held = np.array([300, 301, 302] * 20 + [5, 290, 2])
+    held = np.concatenate(documents)
     assert entry["covered"] == pytest.approx(np.isin(held, small.manifest.rank_order_ids).mean(), abs=1e-6)
     card = (done[1].folder / "README.md").read_text()
     assert f"{entry['covered']:.2%}" in card
@@ -401,11 +402,10 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     wide = write_target(tmp_path / "wide", hidden=48)
     with pytest.raises(MismatchError, match="hidden_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=wide, out=tmp_path / "o")
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
+    change_config(target, vocab_size=VOCAB + 64)
     with pytest.raises(MismatchError, match="vocab_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
-    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    change_config(target, vocab_size=VOCAB, num_hidden_layers=3)
     tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     with raises(MismatchError, option="--tap-layers"):
         convert(tapped, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
@@ -416,13 +416,11 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
 @pytest.mark.parametrize("own", [True, False])
 def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path, target, logical, head_vocab, own):
     """The tokenizer has 360 tokens, the target's LM head 384 rows, and its config.json says one or the other."""
-    config = json.loads((target / "config.json").read_text())
-    nested = {"model_type": "qwen3_5", "text_config": config | {"vocab_size": logical}}
-    (target / "config.json").write_text(json.dumps(nested if own else nested["text_config"]))
+    flat = config_of(target) | {"vocab_size": logical}
+    write_json(target / "config.json", {"model_type": "qwen3_5", "text_config": flat} if own else flat)
     tensors = eagle3_tensors(rows=head_vocab if own else None)
-    head = write_eagle3(
-        tmp_path / "head", tensors=tensors, vocab_size=head_vocab, draft_vocab_size=head_vocab if own else None
-    )
+    sizes = {"vocab_size": head_vocab, "draft_vocab_size": head_vocab if own else None}
+    head = write_eagle3(tmp_path / "head", tensors=tensors, **sizes)
     done = convert(head, draft_vocab=350, vocabulary=BY_ID, target=target, out=tmp_path / "o")
     found = written(done.folder)
     ids = (found["d2t"] + torch.arange(350)).tolist()
@@ -550,9 +548,9 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
     assert any("target has no chat template" in warning for warning in done.manifest.warnings)
     # A folder that the head names itself, and that is not opened.
     named = write_eagle3(home / "named", spelling="speculators")
-    config = json.loads((named / "config.json").read_text())
+    config = config_of(named)
     config["speculators_config"]["verifier"]["name_or_path"] = str(target)
-    (named / "config.json").write_text(json.dumps(config))
+    write_json(named / "config.json", config)
     other = convert(named, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "other")
     assert other.manifest.target["name"] == "target"
     for path in (*done.folder.iterdir(), *other.folder.iterdir()):
@@ -631,9 +629,8 @@ def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
     head = write_eagle1(tmp_path / "old", extra={"fc.bias": random((HIDDEN,), 1)})
     ranking = ("--token-map", heads.write_freq(tmp_path / "freq.pt", range(330)))
     arguments = (convert_command, head, *ranking, "--draft-vocab", "310,320", "--out", "o")
-    (_, _, dry), (_, out, _), (code, _, real) = (
-        run(*arguments, *more) for more in (["--dry-run"], ["--dry-run", "--json"], [])
-    )
+    kinds = (["--dry-run"], ["--dry-run", "--json"], [])
+    (_, _, dry), (_, out, _), (code, _, real) = (run(*arguments, *more) for more in kinds)
     assert code == 0, real
     said, planned = ([line for line in err.splitlines() if line.startswith("warning: ")] for err in (real, dry))
     for words in ("fc.bias is dropped", "no tokenizer was at hand", "multiple of 64"):
@@ -701,9 +698,8 @@ def test_floors_are_held_at_each_size(run, tmp_path, target):
     few = source_counts([1 if t >= 340 else 0 for t in range(TOKENS)], [[*range(340, 360)]], name="zh")
     TokenCounts((many, few), made_by).save(tmp_path / "two.safetensors")
     arguments = (write_eagle3(tmp_path / "head"), "--target", target, "--counts", "two.safetensors", "--out", "o")
-    code, _, err = run(
-        convert_command, *arguments, "--draft-vocab", "280,290", "--floor", "zh=0.5", "--floor", "en=0.6"
-    )
+    floors = ("--floor", "zh=0.5", "--floor", "en=0.6")
+    code, _, err = run(convert_command, *arguments, "--draft-vocab", "280,290", *floors)
     assert code == 0, err
     for folder in sorted((tmp_path / "o").iterdir()):
         manifest = Artifact.load(folder).manifest

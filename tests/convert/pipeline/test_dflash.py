@@ -1,6 +1,5 @@
 """DFlash drafts in both published forms: rows, map and configuration, cut again, audited, and refused by name."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, by_map, convert, convert_all
-from support.heads import VOCAB, random, target_lm_head, trained_ids, write_dflash, write_json
+from support.heads import VOCAB, config_of, random, target_lm_head, trained_ids, write_dflash, write_json
 from support.raising import raises_with
 from support.tampering import change_config, change_tensors
 
@@ -25,7 +24,7 @@ OWN = trained_ids(340)
 
 
 def read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    return config_of(folder), load_file(folder / "model.safetensors")
 
 
 def failed(folder: Path, **named: Path) -> list[str]:

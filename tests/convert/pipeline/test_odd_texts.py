@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from eagle_slim.convert import Artifact, ArtifactError, MismatchError, VocabRequest, atomic, verify_artifact
+from eagle_slim.convert import MismatchError, VocabRequest, atomic
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.conversion import BY_ID, by_map, convert
-from support.heads import TOKENS, write_eagle3, write_json
+from support.heads import TOKENS, change_config, config_of, write_eagle3, write_json
 from support.raising import raises_with
-from support.tampering import change_manifest
 from support.token_counts import token_counts
 
 RANKED = range(40)
@@ -39,7 +38,7 @@ def test_a_licence_is_one_text_of_the_front_matter(tmp_path, licence):
 
 
 @pytest.mark.parametrize(
-    "odd", ["date: 2024-02-30", "a: " + "[" * 5000, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"]
+    "odd", ["date: 2024-02-30", "a: " + "[" * 1000, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"]
 )
 def test_a_card_that_yaml_cannot_read_stops_no_conversion(tmp_path, odd):
     head = write_eagle3(tmp_path / "head")
@@ -50,7 +49,7 @@ def test_a_card_that_yaml_cannot_read_stops_no_conversion(tmp_path, odd):
 
 def test_a_target_that_a_head_names_is_quoted_in_the_commands(tmp_path):
     head = write_eagle3(tmp_path / "head", spelling="speculators")
-    config = json.loads((head / "config.json").read_text())
+    config = config_of(head)
     config["speculators_config"]["verifier"]["name_or_path"] = "x/y; rm -rf ~"
     write_json(head / "config.json", config)
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), tokenizer=None, out=tmp_path / "out")
@@ -59,56 +58,22 @@ def test_a_target_that_a_head_names_is_quoted_in_the_commands(tmp_path):
     assert front_matter(done.folder)["base_model"] == "x/y; rm -rf ~"
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("head", "repo_id"), 7),
-        (("target", "repo_id"), 7),
-        (("target", "wheel"), [1]),
-        (("head", "subfolder"), {}),
-        (("tokenizer", "hash"), 1.5),
-        (("tap_layers",), ["2"]),
-        (("warnings",), [7]),
-        (("vocabulary", "sources"), [7]),
-        (("vocabulary", "counted_ids"), "many"),
-    ],
-)
-def test_numbers_where_a_manifest_has_names_are_refused_by_place(tmp_path, target, path, value):
-    done = convert(
-        write_eagle3(tmp_path / "head"), draft_vocab=320, target=target, vocabulary=BY_ID, out=tmp_path / "out"
-    )
-
-    def damage(manifest):
-        for key in path[:-1]:
-            manifest = manifest[key]
-        manifest[path[-1]] = value
-
-    change_manifest(done.folder, damage)
-    with raises_with(ArtifactError, "eagle_slim.json", *path):
-        Artifact.load(done.folder)
-    assert [check.name for check in verify_artifact(done.folder, offline=True).failed] == ["manifest"]
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1, "32", True, 2.5])
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
 def test_sizes_of_a_target_that_are_none(tmp_path, target, key, value):
-    config = json.loads((target / "config.json").read_text())
-    write_json(target / "config.json", config | {key: value})
+    change_config(target, **{key: value})
     with raises_with(MismatchError, str(target), key):
         convert(write_eagle3(tmp_path / "head"), draft_vocab=320, target=target, vocabulary=BY_ID, out=tmp_path / "out")
 
 
 def refused_alike(run, tmp_path, head, out):
-    """What a dry run and the run say, which are the same."""
     arguments = (convert_command, head, "--draft-vocab", "8", "--token-map", "freq.pt", "--out", out)
     by_map(tmp_path, RANKED)
     before = sorted(tmp_path.rglob("*"))
     (dry, _, planned), (real, _, said) = run(*arguments, "--dry-run"), run(*arguments)
     assert (dry, real) == (1, 1)
-    errors = {
-        "\n".join(line for line in err.splitlines() if not line.startswith("writing ")) for err in (planned, said)
-    }
-    assert len(errors) == 1
+    errors = [[line for line in err.splitlines() if not line.startswith("writing ")] for err in (planned, said)]
+    assert errors[0] == errors[1]
     assert ".eagle-slim-" not in said
     assert sorted(tmp_path.rglob("*")) == before
     return said
@@ -133,9 +98,8 @@ def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_pat
 
     monkeypatch.setattr("eagle_slim.convert.pipeline.write_safetensors", full)
     by_map(tmp_path, RANKED)
-    code, _, err = run(
-        convert_command, write_eagle3(tmp_path / "head"), "--draft-vocab", "8", "--token-map", "freq.pt", "--out", "o"
-    )
+    head = write_eagle3(tmp_path / "head")
+    code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", "freq.pt", "--out", "o")
     assert (code, "No space left" in err, ".eagle-slim-" in err) == (1, True, False)
 
 

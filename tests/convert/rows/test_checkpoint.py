@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert import CheckpointError, open_checkpoint
 from eagle_slim.convert.rows import checkpoint as checkpoint_module
-from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.rows.files import choose_weights
 from eagle_slim.convert.targets.matrix import find_lm_head, open_local_lm_head, ties_embedding
 from safetensors.torch import save_file
 from support.heads import Container, write_tensors
 from support.raising import raises_with
+from support.tampering import Attack
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool]
 
@@ -43,9 +43,6 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: Container) -> None:
@@ -66,9 +63,7 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (333, 3), (64, 2, 5), (3, 0)])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_pieces_are_the_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], suffix: Container
-) -> None:
+def test_pieces_are_the_tensor(tmp_path, monkeypatch, shape, suffix):
     monkeypatch.setattr(checkpoint_module, "PIECE_BYTES", 100)
     tensor = random_bits(shape, torch.bfloat16) if shape else random_bits((1,), torch.bfloat16)[0]
     write_tensors(tmp_path, {"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, suffix)
@@ -139,9 +134,6 @@ def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("b"), tensors["b"])
 
 
-# -- which files ------------------------------------------------------------------------------------------------------
-
-
 def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     one, two = {"a": torch.ones(2), "b": torch.zeros(3)}, {"lm_head.weight": torch.randn(4, 2)}
     shards = {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two}
@@ -177,9 +169,10 @@ def test_choice_of_weights() -> None:
         assert choose_weights(names, "here") == chosen
 
 
-@pytest.mark.parametrize(
-    "names", [[], ["config.json"], [f"{name}.safetensors" for name in "ab"], ["model-00001-of-00002.safetensors"]]
-)
+SEVERAL = ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize("names", [[], ["config.json"], SEVERAL, ["model-00001-of-00002.safetensors"]])
 def test_no_choice_of_weights(names: list[str]) -> None:
     with raises_with(CheckpointError, *names or ["no weights"]) as caught:
         choose_weights(names, "here")
@@ -235,9 +228,6 @@ def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
         open_local_lm_head(tmp_path, "target")
 
 
-# -- refusals: safetensors --------------------------------------------------------------------------------------------
-
-
 def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
     path, entry = tmp_path / "model.safetensors", {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     truncated, huge = ({"a": entry | {"shape": shape}} for shape in ([2], [1 << 62, 1 << 62]))
@@ -280,9 +270,6 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-# -- refusals: indexes and links --------------------------------------------------------------------------------------
-
-
 def test_shard_names_that_lead_elsewhere(tmp_path: Path) -> None:
     outside = ("../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "a\\b.safetensors")
     for shard in (*outside, "", ".", "x\0.safetensors", "config.json", 7, None, ["x.safetensors"]):
@@ -301,22 +288,10 @@ def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path) -> 
             open_checkpoint(tmp_path)
 
 
-# -- refusals: pickles ------------------------------------------------------------------------------------------------
-
-
-class _Attack:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
-    proof = tmp_path / "was-run"
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.ones(1), "b": _Attack(f"touch {proof}")}, path, pickle_protocol=protocol)
+    proof, path = tmp_path / "was-run", tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1), "b": Attack(proof)}, path, pickle_protocol=protocol)
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: refused.*would call .*system") as caught:
         open_checkpoint(tmp_path)
     assert "safetensors" in str(caught.value)
@@ -342,10 +317,8 @@ def test_truncated_bin(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.randn(100)}, path)
     content = path.read_bytes()
-    for damaged in (
-        *(content[:size] for size in (0, 1, 10, len(content) // 2, len(content) - 1)),
-        b"\x81" + content[1:],
-    ):
+    cuts = (0, 1, 10, len(content) // 2, len(content) - 1)
+    for damaged in (*(content[:cut] for cut in cuts), b"\x81" + content[1:]):
         path.write_bytes(damaged)
         with raises_with(CheckpointError, str(path)):
             open_checkpoint(tmp_path)

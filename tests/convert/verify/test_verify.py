@@ -10,12 +10,11 @@ from eagle_slim.convert.sources.builtin import EMBEDDED_HEAD_NAME
 from safetensors.torch import load_file
 from support.conversion import BY_ID, convert, convert_all
 from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target, write_tensors
-from support.tampering import change_config, change_manifest, change_tensors, sign_file
+from support.tampering import change_config, change_manifest, change_tensors, flip_bit, sign_file
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A converted EAGLE-3 head with its source and its target."""
     root = tmp_path_factory.mktemp("made")
     target = write_target(root / "target")
     head = write_eagle3(root / "head", lm_head=False, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
@@ -30,12 +29,6 @@ def slim(made, tmp_path):
 
 def verify(folder, made):
     return verify_artifact(folder, head=made / "head", target=made / "target")
-
-
-def flip(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def swap_rows(tensors):
@@ -121,14 +114,14 @@ def test_faults_of_the_configuration(slim, made, changes, failing):
 
 def test_tampered_bytes_are_found_by_checksum(slim, made):
     path = slim / "model.safetensors"
-    flip(path, -1)
+    flip_bit(path, -1)
     (slim / "config.json").write_text((slim / "config.json").read_text() + " ")
     # The model card may be edited.
     (slim / "README.md").write_text("another")
     result = verify(slim, made)
     assert result["tensor checksums"].status == "failed"
     assert result["file checksums"].detail == "config.json is not as it was written"
-    flip(path, 20)
+    flip_bit(path, 20)
     assert not verify(slim, made).ok
 
 
@@ -230,7 +223,7 @@ def test_what_reads_an_artifact_checks_the_bytes_that_it_takes(slim, made, tmp_p
         change = (slim / "config.json").read_text().replace("10000.0", "20000.0")
         (slim / "config.json").write_text(change)
     else:
-        flip(weights.path, weights.offset(names[damaged]) if damaged in names else weights.data_offset - 1)
+        flip_bit(weights.path, weights.offset(names[damaged]) if damaged in names else weights.data_offset - 1)
     with pytest.raises(CheckpointError, match=r"(manifest beside it records|not a sound safetensors file)"):
         convert(slim, draft_vocab=300, out=tmp_path / "again")
     assert not (tmp_path / "again").exists()
@@ -268,16 +261,23 @@ def test_what_cannot_be_loaded(slim, made, tmp_path):
         ("draft_vocab", "320", "draft_vocab: .* found str"),
         ("draft_vocab", 319, "rank_order_ids: .* found 320"),
         ("target_vocab", 2**40, "target_vocab of 1099511627776"),
-        ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
         ("rank_order_ids", [1.5] * 320, "rank_order_ids"),
         ("rank_order_ids", [2**70] * 320, "rank_order_ids"),
-        ("rank_order_ids", [*range(64, 384)], "name different ids"),
         ("row_checksums", "AAAA", "row_checksums"),
         ("num_forced", 321, "num_forced"),
         ("kind", "medusa", "kind"),
         ("files/README.md", None, "files: README.md"),
         ("files/model.safetensors/tensors", 5, "tensors"),
         ("vocabulary/forced", {"one": ""}, "forced"),
+        ("vocabulary/sources", [7], "vocabulary.*sources"),
+        ("vocabulary/counted_ids", "many", "vocabulary.*counted_ids"),
+        ("head/repo_id", 7, "head.*repo_id"),
+        ("head/subfolder", {}, "head.*subfolder"),
+        ("target/repo_id", 7, "target.*repo_id"),
+        ("target/wheel", [1], "target.*wheel"),
+        ("tokenizer/hash", 1.5, "tokenizer.*hash"),
+        ("tap_layers", ["2"], "tap_layers"),
+        ("warnings", [7], "warnings"),
     ],
 )
 def test_manifests_that_cannot_be_loaded(slim, path, value, named):
@@ -289,6 +289,19 @@ def test_manifests_that_cannot_be_loaded(slim, path, value, named):
         manifest[last] = value
 
     change_manifest(slim, damage)
+    load_fails(slim, named)
+    assert [check.name for check in verify_artifact(slim, offline=True).failed] == ["manifest"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
+        ("rank_order_ids", [*range(64, 384)], "name different ids"),
+    ],
+)
+def test_manifests_that_do_not_fit_the_files(slim, name, value, named):
+    change_manifest(slim, lambda manifest: manifest.update({name: value}))
     load_fails(slim, named)
 
 

@@ -1,7 +1,5 @@
 """`compare`: what is measured over what, in which order, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter
@@ -13,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.runtime import PromptError, SpeculativeModel
-from eagle_slim.runtime.api.stats import GenerationStats
+from eagle_slim.runtime import GenerationStats, PromptError, SamplingConfig, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
-from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
 from support.tiny_models import tiny_target, write_head, write_pair
@@ -80,9 +76,8 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     result = compare(model, prompts, asked, progress=lambda done, total: steps.append((done, total)))
     assert steps == [(done, 18) for done in range(1, 19)]
     assert result.is_complete
-    assert [(row.label, row.category) for row in result.rows if row.mode == "greedy"] == [
-        (size, category) for category in (ALL, "talk", "math") for size in (PLAIN, FULL, "300")
-    ]
+    expected = [(size, category) for category in (ALL, "talk", "math") for size in (PLAIN, FULL, "300")]
+    assert [(row.label, row.category) for row in result.rows if row.mode == "greedy"] == expected
     assert all(row.num_identical == row.num_answers for row in result.rows)
     # The prompt's forward gave the first token of an answer, passes the others and none beyond its end.
     assert all(row.stats.num_accepted_tokens == row.stats.num_new_tokens - row.num_answers for row in result.rows)
@@ -123,9 +118,8 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
     labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "auto")]
     assert len(result.answers) == 5 * (3 + 2)
-    assert [(row.label, row.batch, row.num_answers) for row in result.rows if row.category == ALL] == [
-        (name, batch, 3 if batch == 1 else 4) for batch in (1, 2) for name in (PLAIN, *labels)
-    ]
+    expected = [(name, batch, 3 if batch == 1 else 4) for batch in (1, 2) for name in (PLAIN, *labels)]
+    assert [(row.label, row.batch, row.num_answers) for row in result.rows if row.category == ALL] == expected
     # The second pair is filled up from the beginning, and its prompts are of two categories.
     assert [a.group for a in result.answers if (a.batch, a.candidate) == (2, PLAIN)] == [0, 2]
     assert {row.category for row in result.rows if row.batch == 2} == {ALL, "a"}
@@ -228,9 +222,8 @@ def test_a_candidate_that_fails_costs_no_other(model: SpeculativeModel, failing:
     assert result.recommendations[0].as_fast == (FULL,)
     assert result.recommendations[0].reasons[-1] == "300 is not compared, as it failed too often."
     (omission,) = result.omissions
-    assert str(omission) == (
-        "300, batch 1, prompt 3 (6 times): turn 1 left out: RuntimeError: CUDA error: an illegal memory access"
-    )
+    told = "300, batch 1, prompt 3 (6 times): turn 1 left out: RuntimeError: CUDA error: an illegal memory access"
+    assert str(omission) == told
     assert omission.is_fault
 
 

@@ -1,7 +1,3 @@
-"""Prompt files in the forms that are around."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

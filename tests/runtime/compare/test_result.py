@@ -1,7 +1,5 @@
 """The forms of a result, from figures that are made up; the page in a real browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -20,9 +18,7 @@ from support.programs import headless_browser
 from support.raising import raises
 
 
-def made_up(
-    speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10, unmeasured: tuple[str, ...] = ()
-) -> Comparison:
+def made_up(speeds, plain_s=0.1, unmeasured=()):
     """A result over 20 prompts in two categories: label to (draft vocabulary, accepted length, seconds per step)."""
     answers = []
     for label, (_, length, seconds) in {PLAIN: (0, 1.0, plain_s), **speeds}.items():
@@ -148,7 +144,6 @@ def visit(tmp_path: Path, result: Comparison, width: int) -> tuple[str, dict[str
 
 
 def rows_of(dom: str) -> list[tuple[str, str]]:
-    """Attributes and cells of each row of the table."""
     return re.findall(r"<tr(.*?)>(.*?)</tr>", dom.split('<tbody id="body">')[1].split("</tbody>")[0])
 
 

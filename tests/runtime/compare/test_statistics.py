@@ -1,7 +1,5 @@
 """Speeds and verdicts from made-up timings whose truth is known."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -21,15 +19,7 @@ PASSES = 12
 NO_MODEL: Any = None
 
 
-def timings(
-    draft_s: float,
-    length: float,
-    num_prompts: int = 24,
-    nodes: int = 60,
-    verify_s: float = VERIFY_S,
-    seed: int = 0,
-    difficulty: NDArray[np.float64] | None = None,
-) -> Timings:
+def timings(draft_s, length, num_prompts=24, nodes=60, verify_s=VERIFY_S, seed=0, difficulty=None):
     """Steps with 3% of timing noise; prompts differ in how much is accepted, by as much for every candidate."""
     random = np.random.default_rng(seed)
     steps = num_prompts * PASSES
@@ -158,6 +148,5 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
 def test_no_difference_among_enough_prompts_is_said() -> None:
     plain = timings(0.0, 1.0, 6, nodes=1, verify_s=0.045, seed=7)
     found = advise({"a": timings(0.02, 2.0, 6, difficulty=np.array([0.4, 1.6] * 3))}, {"a": 2}, plain)
-    assert re.fullmatch(
-        r"greedy: no significant difference: a ran at 1\.\d\d \(.* to .*\) times the .*", found.headline
-    )
+    wanted = r"greedy: no significant difference: a ran at 1\.\d\d \(.* to .*\) times the .*"
+    assert re.fullmatch(wanted, found.headline)

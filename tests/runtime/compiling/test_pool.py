@@ -1,7 +1,5 @@
 """Kernels compiled in processes of their own: recorded without a launch, kept by Triton, whatever ends early."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,10 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[2]
 # No GPU, and two small kernels of a step. Not in this process, where Triton's interpreter replaces its compiler.
 BEGIN = """
 import json, logging, os, sys, time
+import pytest
 import torch
 from eagle_slim.runtime.compiling.kernels.compile_target import compile_only_for
 from eagle_slim.runtime.compiling.kernels.jobs import recording
@@ -155,6 +156,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     assert ended(worker)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     script = "pool.submit(jobs)\nprint(json.dumps([pool.wait(jobs), [job.is_cached() for job in jobs]]))"
     both = [run(script, tmp_path) for _ in range(2)]

@@ -3,8 +3,6 @@
 Its code needs another transformers than ours: each half runs in its own environment, and both are held to one list.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

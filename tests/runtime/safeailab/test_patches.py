@@ -1,7 +1,5 @@
 """An EaModel drafts and generates with the patches as without: the stand-in always, the real code on request."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -27,14 +25,14 @@ from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.safeailab import drafting
 from eagle_slim.runtime.safeailab.step import step_of
 from eagle_slim.runtime.target import known
-from eagle_slim.vocab_tools import DraftVocab
-from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools import DraftVocab, TokenizerError
 from support import upstream_stand_in
-from support.raising import raises
+from support.raising import raises, raises_with
 from support.sampling import first_in_race
 from support.small_tokenizers import write_folder
+from support.sweeps import sweep
 from support.token_counts import token_counts
-from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt
+from support.upstream_models import CASES, NEEDS_UPSTREAM, REAL_CASES, STAND_INS, build, prompt
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -126,7 +124,6 @@ def set_tree(layer: Any, depth: int, top_k: int, total_tokens: int) -> None:
 
 
 def texts(model: Any, prompts: list[Tensor], sampled: bool = False) -> list[Tensor]:
-    """Greedy answers, those of the other methods and, if asked for, sampled ones."""
     random.seed(1)
     torch.manual_seed(1)
     greedy = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
@@ -140,7 +137,7 @@ def assert_same_texts(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*sweep(STAND_INS, "stand-in eagle3"), *REAL_CASES])
 @pytest.mark.parametrize("patch", {**PATCHES, **FUSED})
 def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str) -> None:
     model = model_of(name)
@@ -213,7 +210,7 @@ def _with_top_p(_: Any, temperature: float) -> Any:
     return LogitsProcessorList([TemperatureLogitsWarper(temperature), TopPLogitsWarper(0.9)])
 
 
-@pytest.mark.parametrize("processor", [None, _with_top_p], ids=["temperature", "top-p"])
+@pytest.mark.parametrize("processor", sweep([None, _with_top_p], None), ids=["temperature", "top-p"])
 @pytest.mark.parametrize("patch", FUSED)
 def test_sampled_tokens_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str, processor: Any) -> None:
     """Every token wins the race that the pass's key for its depth starts after all tokens before it."""
@@ -246,17 +243,15 @@ def test_a_base_model_that_is_not_fused_says_why(tmp_path: Path) -> None:
     base = model.base_model
     base.model.layers.pop(1)
     unpatch_eagle_model(model)
-    with raises(UnsupportedModelError, option="target_backend") as caught:
+    with raises_with(UnsupportedModelError, "target_backend", "2 layers"):
         patch_eagle_model(model, drafter="reference", target_backend="fused")
-    assert "2 layers" in str(caught.value)
     patch_eagle_model(model, drafter="reference")
     assert step_of(model).backend.name == "upstream"
 
 
 def snapshot(model: Any) -> list[tuple[type, dict[str, Any]]]:
-    return [
-        (type(part), dict(vars(part))) for part in (model, model.ea_layer, model.base_model, model.base_model.model)
-    ]
+    parts = model, model.ea_layer, model.base_model, model.base_model.model
+    return [(type(part), dict(vars(part))) for part in parts]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -278,7 +273,6 @@ def test_unpatching_restores_the_object(model_of: Callable[[str], Any], name: st
 
 
 def _next_draft(model: Any) -> tuple[Any, ...]:
-    """Arguments of a draft behind what ``stable_kv`` holds."""
     kv = model.ea_layer.stable_kv
     held = 0 if kv is None else kv[0][0].shape[2]
     width = model.ea_layer.fc.weight.shape[1] // (1 if hasattr(model.ea_layer, "midlayer") else 2)

@@ -1,16 +1,13 @@
 """EAGLE_SLIM_CHECK=1: silent on sound steps; for each kind of wrong number, its slot, phase and value."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime import CheckError, DrafterError, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
-from eagle_slim.runtime.errors import CheckError, DrafterError
 from eagle_slim.runtime.step.kernels import acceptance
 from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from support.tiny_models import random_prompts, tiny_target, write_head
@@ -40,9 +37,7 @@ def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
     ],
     ids=["greedy", "a sampled chain", "plain", "fewer slots"],
 )
-def test_sound_steps_pass_with_the_same_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int], options: dict[str, Any]
-) -> None:
+def test_sound_steps_pass_with_the_same_answers(tmp_path, monkeypatch, tree, options):
     checked = build(tmp_path, **tree).generate(PROMPTS, max_new_tokens=12, **options)
     monkeypatch.setenv("EAGLE_SLIM_CHECK", "0")
     assert checked.token_ids == build(tmp_path, **tree).generate(PROMPTS, max_new_tokens=12, **options).token_ids

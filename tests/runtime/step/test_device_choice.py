@@ -1,7 +1,5 @@
 """Steps as a GPU runs them, with the twins on the CPU: all tokens chosen by one operation, records read a step late."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
-from eagle_slim.runtime.errors import LogitsError
+from eagle_slim.runtime import LogitsError, SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
 from eagle_slim.runtime.step.plan import CallRules
+from support.sweeps import sweep
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -27,18 +25,18 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
-        {"repetition_penalty": 1.3},
-        {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
-        {"bad_words_ids": [[5], [6], [2], [18]], "suppress_tokens": [7], "eos_token_id": [2, 18]},
-        {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
-    ],
-)
+OPTIONS = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
+    {"repetition_penalty": 1.3},
+    {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
+    {"bad_words_ids": [[5], [6], [2], [18]], "suppress_tokens": [7], "eos_token_id": [2, 18]},
+    {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
+]
+
+
+@pytest.mark.parametrize("options", sweep(OPTIONS, OPTIONS[0], OPTIONS[2], OPTIONS[4]))
 def test_host_and_device_choose_alike(tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """One rule: node by node on the host, all nodes on the device."""
     model = SpeculativeModel.from_pretrained(tiny_target("qwen3"), write_head(tmp_path), **TREE)
@@ -100,9 +98,7 @@ def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["exact", "lossy"])
-def test_no_distribution_is_told_where_steps_run_ahead(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, monkeypatch):
     """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
     target = tiny_target("llama", max_position_embeddings=1024)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, max_position_embeddings=1024), **TREE)
@@ -118,7 +114,7 @@ def test_no_distribution_is_told_where_steps_run_ahead(
         model.generate(prompt, **options)
 
 
-@pytest.mark.parametrize("backend", ["fused", "transformers"])
+@pytest.mark.parametrize("backend", sweep(["fused", "transformers"], "fused"))
 @pytest.mark.parametrize("is_drafted", [True, False])
 def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str) -> None:
     """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""

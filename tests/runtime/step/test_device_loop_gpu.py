@@ -1,7 +1,5 @@
 """Whole calls on a GPU: exact in fp32 for every fused family, without a wait inside, whatever the slots do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -13,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, open_target
-from eagle_slim.runtime.errors import CheckError, LogitsError
+from eagle_slim.runtime import CheckError, LogitsError, SpeculativeModel, open_target
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step import decoders, graphs
 from eagle_slim.runtime.step.shapes import Acceptance, Costs, ShapeChooser, shapes_for, shapes_up_to
@@ -36,9 +33,8 @@ def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[l
     width = {} if kind in ("qwen2", "qwen3") else {"head_dim": 16}
     target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
     head = write_head(folder, hidden=64)
-    model = SpeculativeModel.from_pretrained(
-        open_target(target.cuda(), target_backend="fused"), head, drafter="triton", **tree or TREE
-    )
+    opened = open_target(target.cuda(), target_backend="fused")
+    model = SpeculativeModel.from_pretrained(opened, head, drafter="triton", **tree or TREE)
     return model, random_prompts([1, 9, 70, 2, 33])
 
 
@@ -85,9 +81,7 @@ class SpoiledGain:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_partial_passes_change_no_token(
-    tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_passes_change_no_token(tmp_path, sampling, monkeypatch):
     model, _ = pair(tmp_path, "llama")
     prompts = random_prompts([440, 9, 333])
     options: dict[str, Any] = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
@@ -115,9 +109,7 @@ class InTurn(ShapeChooser):
 
 @pytest.mark.parametrize("is_forced", [False, True], ids=["as measured", "changed at every step"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_shapes_chosen_by_step_change_no_token(
-    tmp_path: Path, sampling: dict[str, Any], is_forced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_chosen_by_step_change_no_token(tmp_path, sampling, is_forced, monkeypatch):
     model, prompts = pair(tmp_path, "llama", tree=TreeConfig.of(3, 4))
     model = model.with_tree(None)
     if is_forced:
@@ -240,7 +232,6 @@ def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each graph that is captured from now on."""
     captures, capture = list[None](), graphs.GraphPool.capture
 
     def counted(pool: graphs.GraphPool, run: graphs.Work) -> graphs.Work:

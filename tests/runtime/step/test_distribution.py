@@ -4,16 +4,12 @@ The expectation is computed from the target alone, with transformers' warpers; a
 a wrong temperature.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.settings import SamplingConfig
-from scipy import stats
+from eagle_slim.runtime import SamplingConfig, SpeculativeModel, TreeConfig
 from support.sampling import warp
 from support.tiny_models import tiny_target, write_head
 
@@ -49,6 +45,8 @@ def joint_probabilities(model: SpeculativeModel, sampling: SamplingConfig) -> np
 
 def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """P-value of the observed counts; cells expected below 5 are put together."""
+    from scipy import stats
+
     expected = probabilities * counts.sum()
     large = expected >= 5
     f_obs = [*counts[large], counts[~large].sum()]

@@ -1,7 +1,5 @@
 """What users of transformers and vLLM write, run beside transformers itself."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -12,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import GenerationOutput, SpeculativeModel, TreeConfig
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime import GenerationOutput, SpeculativeModel, TreeConfig, UsageError
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
@@ -174,9 +171,7 @@ def test_10_chats_by_vllms_names(chatty: SpeculativeModel) -> None:
     assert several.token_ids == chatty.generate(chatty.encode_chat("hello"), **own).token_ids
 
 
-def test_11_a_pipeline_of_transformers(
-    chatty: SpeculativeModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_11_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
     texts, answers = ["a b", "c"], []

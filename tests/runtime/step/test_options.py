@@ -1,7 +1,5 @@
 """Arguments as transformers takes them: the same tokens as its own generate, or a refusal by name."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from pathlib import Path
@@ -16,6 +14,7 @@ from eagle_slim.runtime.api.options import read_call
 from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
+from support.sweeps import sweep
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
 
@@ -40,7 +39,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
 
 @pytest.fixture
 def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> SpeculativeModel:
-    """The shared model; what a test changes of it is undone."""
     config, target = GenerationConfig(eos_token_id=2, pad_token_id=0), shared.target
     monkeypatch.setattr(target.model, "generation_config", config)
     monkeypatch.setattr(target.text_config, "pad_token_id", target.text_config.pad_token_id)
@@ -49,7 +47,6 @@ def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Speculat
 
 
 def own_generate(model: SpeculativeModel, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
-    """What the target's own generate gives, prompt by prompt: new tokens."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -63,7 +60,7 @@ def unpenalised(shared: SpeculativeModel) -> list[list[int]]:
     return own_generate(shared, max_new_tokens=20, eos_token_id=2, pad_token_id=0)
 
 
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("penalty", sweep(PENALTIES, "repetition", "several"))
 def test_penalties_equal_the_targets_own(model: SpeculativeModel, unpenalised: list[list[int]], penalty: str) -> None:
     """Drafted with keywords, plainly with a configuration."""
     options = {"max_new_tokens": 20, **PENALTIES[penalty]}
@@ -105,7 +102,7 @@ LENGTHS = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_t
 
 
 @pytest.mark.filterwarnings("ignore:.*length:UserWarning")
-@pytest.mark.parametrize("place", ["keywords", "configuration", "both"])
+@pytest.mark.parametrize("place", sweep(["keywords", "configuration", "both"], "keywords"))
 def test_lengths_mean_what_transformers_means_in_every_combination(model: SpeculativeModel, place: str) -> None:
     """With an end that comes at once if it may; of the target's own generate, beside the 256 tokens of ours."""
     for values in itertools.product(*LENGTHS.values()):

@@ -1,7 +1,5 @@
 """Partial verification: with "exact" the output of plain decoding, whatever runs ahead; "lossy" says that it is."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
-from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, UnsupportedModelError, UsageError, open_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import MAX_EOS
@@ -19,6 +16,7 @@ from eagle_slim.runtime.step.partial import PartialChains, partial_decoder
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
+from support.sweeps import sweep
 from support.tiny_models import VOCAB, tiny_target, write_head
 from torch import Tensor
 
@@ -84,7 +82,10 @@ def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sam
     assert found.stats.num_passes < full.stats.num_passes <= found.stats.num_partial_passes + found.stats.num_passes
 
 
-@pytest.mark.parametrize("case", ["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"])
+@pytest.mark.parametrize(
+    "case",
+    sweep(["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"], "greedy", "sampled"),
+)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str) -> None:
     model = models(kind)

@@ -1,7 +1,5 @@
 """Attention masks, sampling, cache and statistics, each by a case worked by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

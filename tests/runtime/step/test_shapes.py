@@ -1,7 +1,5 @@
 """Shapes of trees, chosen by step: the same text whatever drafts it, and the choice that times and records give."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.drafter.drafter import Drafter
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.step import plan, shapes
 from eagle_slim.runtime.step.decoders import Decoders
 from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
 from support.drafting import random_head
+from support.sweeps import sweep
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -27,12 +24,7 @@ INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "
 PROMPTS = random_prompts([5, 9, 3, 14])
 
 
-def model_of_any_shape(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    order: Sequence[TreeConfig | None],
-    seen: list[tuple[bool, int]] | None = None,
-) -> SpeculativeModel:
+def model_of_any_shape(tmp_path, monkeypatch, order, seen=None):
     """A model whose steps take the shapes of ``order`` in turn; ``seen``: whether each drafted, and nodes accepted."""
     monkeypatch.setattr(plan, "_choose_shapes", lambda *_: ((TREE, CHAIN, SHORT, None), "for a test"))
 
@@ -71,26 +63,23 @@ SAMPLED = {"temperature": 0.8, "seed": 3}
 
 @cache
 def plain_text(is_sampled: bool) -> list[list[int]]:
-    """Answers of the target of `model_of_any_shape` by plain decoding."""
     with tempfile.TemporaryDirectory() as folder:
         model = SpeculativeModel.from_pretrained(tiny_target("llama").double(), write_head(Path(folder)))
     options: dict[str, Any] = SAMPLED if is_sampled else {}
     return model.generate(PROMPTS, max_new_tokens=90, ignore_eos=True, speculative=False, **options).token_ids
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("order", sweep(ORDERS, "each in turn"))
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_call_may_change_its_tree_between_any_two_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[TreeConfig | None], is_sampled: bool
-) -> None:
-    model = model_of_any_shape(tmp_path, monkeypatch, order)
+def test_a_call_may_change_its_tree_between_any_two_steps(tmp_path, monkeypatch, order, is_sampled):
+    model = model_of_any_shape(tmp_path, monkeypatch, ORDERS[order])
     options: dict[str, Any] = SAMPLED if is_sampled else {}
     # Each comes back to trees.
-    num_new = 90 if len(order) > 40 else 45
+    num_new = 90 if len(ORDERS[order]) > 40 else 45
     found = model.generate(PROMPTS, max_new_tokens=num_new, ignore_eos=True, max_slots=3, **options)
     assert found.token_ids == [tokens[:num_new] for tokens in plain_text(is_sampled)]
     words = {None: "plain decoding", TREE: "24 nodes", CHAIN: "3 nodes", SHORT: "8 nodes"}
-    assert all(words[shape] in found.stats.path for shape in order)
+    assert all(words[shape] in found.stats.path for shape in ORDERS[order])
 
 
 def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +205,7 @@ def test_shapes_stay_within_the_tree_that_was_asked_for() -> None:
 
 def test_a_mixture_has_passes_of_few_rows_and_guesses_by_rows() -> None:
     pair, four = TreeConfig(0, 1, 2), TreeConfig(2, 1, 4)
-    assert shapes.shapes_up_to(LARGE, is_mixture=True) == (None, pair, CHAIN, four, SHORT, LONG, LARGE)
+    assert shapes.shapes_up_to(LARGE, shapes.OF_MIXTURES) == (None, pair, CHAIN, four, SHORT, LONG, LARGE)
     assert shapes.first_shape(1, shapes.OF_MIXTURES, is_mixture=True) == CHAIN
     costs = Costs(1_000_000, 10, is_mixture=True)
     costs.add(None, 1, 100, 3.0)
@@ -237,8 +226,18 @@ def test_no_step_passes_over_more_rows_than_pay() -> None:
 
 def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
     every = shapes.SHAPES
-    assert shapes.shape_by_size(False, 1, 16_000, 500, every) == LONG
     assert shapes.shape_by_size(True, 1, 16_000, 500, every) == LARGE
     assert shapes.shape_by_size(True, 16, 16_000, 500, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 4_000, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 9_000, every) is None
+
+
+def test_a_cpu_passes_over_few_rows() -> None:
+    def fixed(batch: int, tree: TreeConfig) -> shapes.Shape:
+        return shapes.shape_by_size(False, batch, 16_000, 4_000, shapes.shapes_up_to(tree, shapes.ON_CPU))
+
+    assert fixed(1, LARGE) == fixed(2, LARGE) == TreeConfig(1, 3, 4)
+    assert fixed(4, LARGE) == TreeConfig(0, 1, 2)
+    # Within the tree that was asked for.
+    assert fixed(1, TreeConfig(5, 1, 7)) == CHAIN
+    assert fixed(1, TreeConfig(0, 2, 3)) == TreeConfig(0, 2, 3)

@@ -5,8 +5,6 @@ passes (full vocabulary, depth 5, top_k 10, 60 nodes), 166 (4096 most frequent i
 468 tokens after the first ones. Here the first prompt of the same runs; `eagle-compare` repeats the whole table.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -21,12 +19,10 @@ from support.tiny_models import plain_greedy
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocabulary", "tree", "num_passes"),
-    [
-        ("full", TreeConfig(4, 1, 5), 27),
-        pytest.param("most frequent", TreeConfig(5, 10, 60), 18, marks=pytest.mark.slow),
-    ],
+    [("full", TreeConfig(4, 1, 5), 27), ("most frequent", TreeConfig(5, 10, 60), 18)],
 )
 def test_passes_and_text_of_the_first_prompt(vocabulary: str, tree: TreeConfig, num_passes: int) -> None:
     model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cpu").with_tree(tree)

@@ -3,8 +3,6 @@
 Every way of `support.changed_models` runs fused, through transformers' forward, or is refused, as its line there says.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.heads.open import open_head
-from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
-from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target import known
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, STEERED, UNCOUNTED, LoraLinear, PeftStandIn, lora, steer
-from support.raising import raises
+from support.raising import raises, raises_with
+from support.sweeps import sweep
 from support.tiny_models import SIZES, plain_greedy, random_prompts, tiny_target, widen, write_head
 from torch import nn
 from transformers import PhiConfig, PhiForCausalLM, PhimoeConfig, PhimoeForCausalLM
@@ -33,12 +30,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.SpeedWarning"),
 ]
 PROMPT = random_prompts([12])[0]
+QUICK = CHANGES.keys() - {"compiled in place", "compiled layer"}
 NEW = 8
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture
+def own() -> Any:
+    return tiny_target("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +70,6 @@ def unchanged_answer() -> list[int]:
     return own_answer(tiny_target("llama"))
 
 
-def all_but(slow: str) -> list[Any]:
-    """All changes, one of two that compile marked as slow: the other is tested there."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name == slow else name for name in CHANGES]
-
-
 @pytest.fixture
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A way to change a model; what is global of it is undone afterwards."""
@@ -92,10 +90,9 @@ def check(model: SpeculativeModel, own: Any, expected: str) -> None:
     assert expected == FUSED or expected in path
 
 
-@pytest.mark.parametrize("change", all_but("compiled layer"), indirect=True)
-def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
+@pytest.mark.parametrize("change", sweep(CHANGES, *QUICK), indirect=True)
+def test_a_model_changed_before_loading(own: Any, change: Any, head: Path) -> None:
     act, expected, *_ = change
-    own = tiny_target("llama")
     act(own)
     if expected == REFUSED:
         with pytest.raises(UnsupportedModelError):
@@ -104,10 +101,9 @@ def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
     check(over(own, head), own, expected)
 
 
-@pytest.mark.parametrize("change", all_but("compiled in place"), indirect=True)
-def test_a_model_changed_between_two_calls(change: Any, head: Path) -> None:
+@pytest.mark.parametrize("change", sweep(CHANGES, *QUICK, "compiled layer"), indirect=True)
+def test_a_model_changed_between_two_calls(own: Any, change: Any, head: Path) -> None:
     act, expected, between, is_uncounted = change
-    own = tiny_target("llama")
     model = over(own, head)
     before, path = answer(model)
     assert before == unchanged_answer()
@@ -121,9 +117,8 @@ def test_a_model_changed_between_two_calls(change: Any, head: Path) -> None:
 def test_an_explicit_fused_is_refused_by_name(head: Path) -> None:
     adapted = tiny_target("llama")
     lora("mlp.up_proj")(adapted)
-    with raises(UnsupportedModelError, option="target_backend") as caught:
+    with raises_with(UnsupportedModelError, "target_backend", "model.layers.0.mlp.up_proj is a LoraLinear"):
         over(adapted, head, "fused")
-    assert "model.layers.0.mlp.up_proj is a LoraLinear" in str(caught.value)
 
 
 def test_another_activation_than_silu_is_not_fused(head: Path) -> None:
@@ -162,8 +157,7 @@ def test_a_model_in_training_answers_without_noise(head: Path, noise: str) -> No
         assert target.training
 
 
-def test_adapters_are_switched_scaled_and_taken_away_between_calls(head: Path) -> None:
-    own: Any = tiny_target("llama")
+def test_adapters_are_switched_scaled_and_taken_away_between_calls(own: Any, head: Path) -> None:
     model = over(own, head)
     plain, _ = answer(model, reuse_prefix=True)
     lora("self_attn.v_proj")(own)
@@ -193,19 +187,15 @@ def test_adapters_are_switched_scaled_and_taken_away_between_calls(head: Path) -
 
 
 @pytest.mark.parametrize("tapped", [(2, 3, 3), None], ids=["eagle3", "eagle1"])
-def test_a_wrapper_of_a_whole_model_runs_as_the_wrapper_does(tapped: Any, tmp_path: Path) -> None:
-    own = tiny_target("llama")
+def test_a_wrapper_of_a_whole_model_runs_as_the_wrapper_does(own: Any, tapped: Any, tmp_path: Path) -> None:
     lora("self_attn.v_proj")(own)
-    kinds = {"kind": "eagle3" if tapped else "eagle"}
+    written = write_head(tmp_path / "head", kind="eagle3" if tapped else "eagle")
     for wrapped in (PeftStandIn(own), torch.compile(own, backend="eager")):
-        model = SpeculativeModel.from_pretrained(
-            wrapped, write_head(tmp_path / "head", **kinds), tree=TreeConfig.of(2, 2)
-        )
+        model = SpeculativeModel.from_pretrained(wrapped, written, tree=TreeConfig.of(2, 2))
         assert answer(model)[0] == own_answer(own)
 
 
-def test_what_is_no_target_is_refused(head: Path) -> None:
-    own: Any = tiny_target("llama")
+def test_what_is_no_target_is_refused(own: Any, head: Path) -> None:
     wrapped = PeftStandIn(own)
     wrapped.peft_config["default"].is_prompt_learning = True
     for other in (nn.DataParallel(own), own.model.layers[0], own.model, wrapped):
@@ -216,8 +206,7 @@ def test_what_is_no_target_is_refused(head: Path) -> None:
             SpeculativeModel.from_pretrained(target, draft)
 
 
-def test_what_keeps_a_known_model_from_being_fused_is_warned_of_once(head: Path) -> None:
-    own: Any = tiny_target("llama")
+def test_what_keeps_a_known_model_from_being_fused_is_warned_of_once(own: Any, head: Path) -> None:
     own.model.norm.register_forward_hook(lambda *_: None)
     with pytest.warns(SpeedWarning, match=r"model\.norm has a forward hook"):
         model = over(own, head)
@@ -228,8 +217,7 @@ def test_what_keeps_a_known_model_from_being_fused_is_warned_of_once(head: Path)
         answer(model)
 
 
-def test_a_recorder_of_hidden_states_is_no_change(head: Path) -> None:
-    own: Any = tiny_target("llama")
+def test_a_recorder_of_hidden_states_is_no_change(own: Any, head: Path) -> None:
     own(torch.tensor([PROMPT]), output_hidden_states=True)
     assert over(own, head).target.backend.name == "fused"
 
@@ -246,9 +234,8 @@ def test_tensors_of_inference_mode_have_no_counter_and_run(head: Path) -> None:
     assert answer(model, reuse_prefix=True)[0] == own_answer(usual)
 
 
-def test_what_no_counter_shows_is_followed_after_refresh(head: Path) -> None:
+def test_what_no_counter_shows_is_followed_after_refresh(own: Any, head: Path) -> None:
     """Also beside a sequence that takes over nothing, with prompts that wait, and with tokens chosen on the host."""
-    own: Any = tiny_target("llama")
     model = over(own, head)
     prompts = random_prompts([12, 9, 14, 7])
     options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "reuse_prefix": True, "max_slots": 2}
@@ -263,9 +250,8 @@ def test_what_no_counter_shows_is_followed_after_refresh(head: Path) -> None:
     assert model.generate(prompts[2:], **options).stats.num_reused_tokens > 0
 
 
-@pytest.mark.parametrize("where", STEERED)
-def test_a_plain_tensor_that_a_forward_reads_is_followed(where: str, head: Path) -> None:
-    own: Any = tiny_target("llama")
+@pytest.mark.parametrize("where", sweep(STEERED, "attribute", "list in a closure"))
+def test_a_plain_tensor_that_a_forward_reads_is_followed(own: Any, where: str, head: Path) -> None:
     model = over(own, head)
     replace, write = STEERED[where](own.model.layers[1].mlp, torch.zeros(32))
     seen = [answer(model, reuse_prefix=True)[0]]
@@ -279,8 +265,7 @@ def test_a_plain_tensor_that_a_forward_reads_is_followed(where: str, head: Path)
         assert output.stats.num_reused_tokens == 0
 
 
-def test_a_plain_tensor_that_is_added_or_taken_away_is_followed(head: Path) -> None:
-    own: Any = tiny_target("llama")
+def test_a_plain_tensor_that_is_added_or_taken_away_is_followed(own: Any, head: Path) -> None:
     mlp = own.model.layers[1].mlp
     steer(mlp, lambda self: getattr(self, "vector", torch.zeros(32)))
     model = over(own, head)
@@ -291,8 +276,7 @@ def test_a_plain_tensor_that_is_added_or_taken_away_is_followed(head: Path) -> N
     assert answer(model, reuse_prefix=True)[0] == unchanged_answer()
 
 
-def test_what_a_forward_leaves_behind_is_no_change(head: Path) -> None:
-    own: Any = tiny_target("llama")
+def test_what_a_forward_leaves_behind_is_no_change(own: Any, head: Path) -> None:
     mlp, states, counts = own.model.layers[1].mlp, list[Any](), {"calls": 0}
 
     def record(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:

@@ -1,7 +1,5 @@
 """On a GPU: a changed model is followed through graphs, one that no counter shows after `refresh`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

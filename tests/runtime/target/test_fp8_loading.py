@@ -1,7 +1,5 @@
 """Targets with weights in FP8: quantised while they are loaded, and published in each form; what is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import TreeConfig
-from eagle_slim.runtime.errors import EagleSlimError, TargetError, UnsupportedModelError, UsageError
+from eagle_slim.runtime import EagleSlimError, TargetError, TreeConfig, UnsupportedModelError, UsageError
 from eagle_slim.runtime.model import SpeculativeModel
 from eagle_slim.runtime.opening import target_files
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
@@ -20,7 +17,9 @@ from eagle_slim.runtime.target.fp8_loading import fetch_target, load_by_tensor
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file, save_file
 from support.fp8_forms import FORMS, by_row, compressed
+from support.heads import change_config
 from support.hub_server import HubServer, connected
+from support.sweeps import sweep
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import Tensor, nn
 
@@ -48,8 +47,7 @@ def publish(folder: Path, form: str, change: Callable[[dict[str, Tensor]], None]
     if change is not None:
         change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    change_config(folder, quantization_config=settings)
     model.load_state_dict(wide)
     return model
 
@@ -74,7 +72,7 @@ def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> S
     return model
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", sweep(["llama", "qwen2", "qwen3"], "llama"))
 def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> None:
     options = {"tie_word_embeddings": True} if kind == "llama" else {}
     expected = write_target(tmp_path / "target", kind, **options)
@@ -90,7 +88,7 @@ def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> 
     assert told in model.generate([[3]], max_new_tokens=1).stats.path
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sweep(FORMS, "fp8, blocks"))
 def test_a_published_form_has_the_tokens_of_its_dequantised_model(tmp_path: Path, form: str) -> None:
     dequantised = publish(tmp_path / "target", form)
     model = check_tokens(tmp_path, load(tmp_path / "target"), dequantised)

@@ -1,7 +1,5 @@
 """The fused target against transformers' own forward, for every family that it takes, prompts in chunks and trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,7 +34,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, prompt: list[int], chunk: int) -> Tensor:
-    """Run a prompt into a slot chunk by chunk; features of all its tokens."""
     box = PromptBox.allocate(len(prompt), "cpu")
     box.numbers[:2] = torch.tensor([slot, len(prompt)])
     box.tokens.copy_(torch.tensor(prompt))

@@ -1,7 +1,3 @@
-"""Where a target is found, what is said where it is not, and its type on a CPU."""
-
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path
@@ -69,7 +65,7 @@ def test_the_built_in_target_by_its_name_offline_and_only_then(tmp_path: Path, m
 def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = write_head(tmp_path, own_lm_head=True)
+    folder = write_head(tmp_path, extra={"lm_head.weight": torch.randn(24, 32)})
     tensors = load_file(folder / "model.safetensors")
     tensors[name].view(-1)[3] = float("nan")
     save_file(tensors, folder / "model.safetensors")
@@ -94,9 +90,7 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
         (None, "", "auto"),
     ],
 )
-def test_sixteen_bits_only_where_the_processor_multiplies_in_them(
-    monkeypatch: pytest.MonkeyPatch, stored: str | None, instructions: str, dtype: torch.dtype | str
-) -> None:
+def test_sixteen_bits_only_where_the_processor_multiplies_in_them(monkeypatch, stored, instructions, dtype):
     monkeypatch.setattr(devices, "cpu_instructions", lambda: frozenset(instructions.split()))
     config = transformers.LlamaConfig(**SIZES)
     config.dtype = None if stored is None else getattr(torch, stored)

@@ -14,6 +14,7 @@ from eagle_slim.runtime.target.wrapper import TargetModel
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.SpeedWarning")
 PROMPT = random_prompts([12])[0]
@@ -104,6 +105,17 @@ def test_a_router_that_differs_from_its_configuration_is_not_fused(
     setattr(own.model.layers[2].mlp.gate, name, value)
     assert answer(model) == own_answer(own)
     assert f"model.layers.2.mlp.gate.{name}" in str(model.target.backend)
+
+
+def test_experts_run_by_a_function_of_someone_else_are_not_fused(
+    own: Any, model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = answer(model)
+    functions = ALL_EXPERTS_FUNCTIONS._global_mapping
+    monkeypatch.setitem(functions, "mine", lambda *given: -2 * functions["batched_mm"](*given))
+    own.config._experts_implementation = "mine"
+    assert answer(model) == own_answer(own) != before
+    assert "its experts are run by" in model.target.backend.reason
 
 
 def test_other_mixtures_run_in_transformers_forward(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """While ours runs, and after it was interrupted at any line, the user's model and transformers are as they were."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
@@ -30,7 +28,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Hooks, attention, children and attributes of all modules."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_modules")
     dicts = [dict(getattr(module, name)) for module in model.modules() for name in names]
     return [*dicts, *(sorted(vars(module)) for module in model.modules()), dict(vars(model.config))]  # type: ignore[arg-type]
