@@ -36,7 +36,7 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.kernels import experts as kernels
 from eagle_slim.runtime.target.kernels.experts import Experts, Routing
-from eagle_slim.runtime.target.kernels.products import Norm, NormedRows, embed, embed_ref, num_groups
+from eagle_slim.runtime.target.kernels.products import Norm, NormedRows, embed, embed_ref, lift_of, num_groups
 from torch import Tensor
 
 from benchmarks.shared.command import Command, show, write
@@ -57,7 +57,7 @@ from benchmarks.shared.decoding import (
 from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.timing import copy_bytes_per_s, machine, time_queued_us
 
-NAME, PREFIX, ROWS = "qwen3-30b-a3b", 512, 32000
+NAME, PREFIX, ROWS, ROOM = "qwen3-30b-a3b", 512, 32000, 512
 PASSES = {1: (1, 2, 4, 8, 60), 16: (1,)}
 """Rows of a pass, by its sequences."""
 STEPS = 240
@@ -103,6 +103,7 @@ class Mixture:
         self.sizes, self.device = EXPERTS[name], device
         self.random = RandomModel(name, device, dtype, weights=weights)
         self.model: Any = self.random.target.model
+        self._numbers: dict[tuple[str, int], Tensor] = {}
         count, draw = self.sizes["num_experts"], torch.Generator().manual_seed(0)
         for layer in self.model.model.layers:
             router = layer.mlp.gate.weight.data.zero_()
@@ -111,10 +112,12 @@ class Mixture:
     def follow(self, law: str, classes: int) -> None:
         """Let tokens be routed by a law, token t as those of class ``t % classes``."""
         embedding = self.model.model.embed_tokens.weight.data
-        drawn = Law(law, self.sizes["num_experts"], self.sizes["num_experts_per_tok"], classes)
-        numbers = drawn.numbers(torch.arange(len(embedding)))
-        numbers = (numbers - numbers.mean(1, keepdim=True)) / numbers.std() * STAND_OUT
-        embedding[:, : numbers.shape[1]] = numbers.to(embedding)
+        if (law, classes) not in self._numbers:
+            drawn = Law(law, self.sizes["num_experts"], self.sizes["num_experts_per_tok"], classes)
+            numbers = drawn.numbers(torch.arange(len(embedding)))
+            numbers = (numbers - numbers.mean(1, keepdim=True)) / numbers.std() * STAND_OUT
+            self._numbers[law, classes] = numbers.to(embedding)
+        embedding[:, : self.sizes["num_experts"]] = self._numbers[law, classes]
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -132,7 +135,7 @@ class Mixture:
         shapes = sorted({tuple(map(int, name.split("/")[2:])) for name in names if name.startswith("pass")})
         target = self.random.target
         if shapes and self.device.type == "cuda":
-            cache = self.random.new_cache(max(places for places, _ in shapes), PREFIX + 100)
+            cache = self.random.new_cache(max(places for places, _ in shapes), PREFIX + ROOM)
             tokens = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
             runs = [pass_over(target, cache, each, PREFIX) for each in tokens]
             with only_compiled():
@@ -142,7 +145,7 @@ class Mixture:
     def time_pass(self, law: str, places: int, nodes: int, bandwidth: float) -> dict[str, Any]:
         """Time a pass of so many rows of each of ``places`` sequences."""
         self.follow(law, places)
-        cache, target = self.random.new_cache(places, PREFIX + nodes + 1), self.random.target
+        cache, target = self.random.new_cache(places, PREFIX + ROOM), self.random.target
         draw = torch.Generator().manual_seed(nodes)
         tokens = torch.randint(target.vocab_size // places, (places, nodes), generator=draw) * places
         tokens += torch.arange(places)[:, None]
@@ -155,7 +158,7 @@ class Mixture:
     def time_step(self, law: str, places: int) -> dict[str, Any]:
         """Time a plain step."""
         self.follow(law, places)
-        decoder = self.random.decoder(self.random.new_cache(places, PREFIX + 512), None)
+        decoder = self.random.decoder(self.random.new_cache(places, PREFIX + ROOM), None)
         capture_steps([(decoder, places)], PREFIX)
         return phase_times(decoder, places, PREFIX, has_phases=False)
 
@@ -163,7 +166,7 @@ class Mixture:
         """Time drafting of chains, in turn with plain steps; lengths that are accepted are drawn."""
         self.follow(law, 1)
         tree, steps = TreeConfig(nodes - 2, 1, nodes), STEPS
-        cache = self.random.new_cache(1, PREFIX + (steps + 2) * nodes + 512)
+        cache = self.random.new_cache(1, PREFIX + (steps + 2) * nodes + ROOM)
         lengths = draw_lengths((2.2 if nodes == 4 else 1.9) + SPARE_LENGTH, nodes)
         decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, ROWS, lengths)]
         capture_steps([(each, 1) for each in decoders], PREFIX)
@@ -197,7 +200,7 @@ class Mixture:
     def time_prompt(self, tokens: int) -> dict[str, Any]:
         """Time a prompt to its first token, and transformers' forward of as many tokens."""
         self.follow("uniform", 1)
-        decoder = self.random.decoder(self.random.new_cache(1, tokens + 512), None)
+        decoder = self.random.decoder(self.random.new_cache(1, tokens + ROOM), None)
         ours = prompt_time(decoder, tokens, rounds=3)
         ids = torch.randint(self.random.target.vocab_size, (1, tokens), device=self.device)
         run = partial(self.model, ids, logits_to_keep=1, use_cache=True)
@@ -210,7 +213,7 @@ def run_layer(
     experts: Experts, x: Tensor, kv_rows: Tensor, is_twin: bool = False
 ) -> tuple[Callable[[], None], tuple[Routing, NormedRows]]:
     """Return a run of a layer's router and experts over rows that were embedded, and what it writes."""
-    norm = Norm(torch.ones_like(x[0]), 1e-6, 1.0)
+    norm, lift = Norm.of(torch.ones_like(x[0]), 1e-6, experts.gate_up), lift_of(experts.down, x.dtype)
     rows = NormedRows(x.clone(), torch.empty_like(x), torch.empty(len(x), num_groups(x.shape[1]), device=x.device))
     routing = Routing.allocate(experts, len(x))
     (embed_ref if is_twin else embed)(x, torch.arange(len(x), dtype=torch.int32, device=x.device), norm, rows)
@@ -219,7 +222,7 @@ def run_layer(
 
     def run() -> None:
         route(rows, norm, experts, kv_rows, routing)
-        gate(rows, norm, experts, routing)
+        gate(rows, norm, experts, routing, lift)
         add(experts, routing, norm, rows)
 
     return run, (routing, rows)
