@@ -433,7 +433,8 @@ def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Ca
     """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of each slot."""
     places, nodes = tokens.shape
     device, places_of = tokens.device, torch.arange(places, dtype=torch.int32, device=tokens.device)
-    rows = ForwardRows.allocate(places, nodes, torch.full((places,), prefix, dtype=torch.int32, device=device))
+    lengths = torch.full((places,), prefix, dtype=torch.int32, device=device)
+    rows = ForwardRows.allocate(places, nodes, lengths, is_path=True)
     node = torch.arange(nodes, device=device).expand(places, nodes).contiguous()
     count = torch.tensor([places], dtype=torch.int32, device=device)
     Ops.for_device(device)(tree_rows)(Trees(places_of, count, tokens, node - 1, node), rows)

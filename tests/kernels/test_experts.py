@@ -93,7 +93,7 @@ def check(experts: Experts, x: Tensor, unused: tuple[int, ...] = ()) -> Found:
         (1, SMALL),
         (2, SMALL),
         (19, SMALL),
-        (5, {"hidden": 1100, "width": 96, "count": 70, "top_k": 3}),
+        (5, {"hidden": 560, "width": 24, "count": 70, "top_k": 3}),
         # Listed, and more than a tile of an expert's rows.
         (260, {"hidden": 64, "width": 32, "count": 3, "top_k": 2}),
         (3, {"hidden": 32, "width": 16, "count": 2, "top_k": 2}),

@@ -41,6 +41,8 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
         ProductTiles(64, 128, 32, 4, 3, ahead=256),
         ProductTiles(64, 128, 64, 4, 3),
     ),
+    # Of more rows two sums at once, of a step and of all before it, do not fit into the registers.
+    "fp8 by blocks": (ProductTiles(64, 128, 16, 4, 4, ahead=256), ProductTiles(64, 128, 32, 4, 3, ahead=256)),
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
 """By the rows that an expert has in the mean, or the most."""
@@ -145,7 +147,8 @@ def route(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, routi
     """Run `route_ref` as one launch, and list the pairs of each expert in another where they are many."""
     count, shape = len(rows.scaled), router_shape(experts.router)
     overlaps, options = overlapping(rows.scaled.device)
-    tiles = ProductTiles(64, 64, 16 if count <= 64 else 32, 4, 4)
+    # All of a program's weights are asked for before it waits.
+    tiles = ProductTiles(64, 128, 16 if count <= 64 else 32, 4, 3, ahead=_ROUTER_SPLIT)
     if shape.precision == "ieee":
         tiles = replace(tiles, block_k=32, num_stages=2)
     grid = _grid(experts, count, 1)
@@ -258,7 +261,8 @@ def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple
     """Choose tiles and grid: of few pairs for few rows, else for twice as many rows of an expert as in the mean."""
     pairs = rows * experts.top_k
     wanted = 16 if pairs <= _FEW_PAIRS else 2 * pairs // experts.count
-    known = _TILES["fp8" if shape.groups else "fp32" if x.dtype == torch.float32 else "plain"]
+    plain = "fp32" if x.dtype == torch.float32 else "plain"
+    known = _TILES[(plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     tiles = replace(tiles, waits=shape.groups == 1 and overwrites_operands(x.device))
     return tiles, _grid(experts, rows, min(_MOST_SHARES, triton.cdiv(rows, tiles.block_rows)))
