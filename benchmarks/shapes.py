@@ -410,6 +410,7 @@ def judged(name: str, found: Mapping[str, list[float]], parts: Mapping[str, list
     best = max((variant for variant in medians if variant != "chosen"), key=medians.__getitem__)
     row: dict[str, Any] = {"row": name, "tokens_per_s": medians, "best": best}
     row["over_plain"], row["over_best"] = (medians["chosen"] / medians[other] for other in ("plain", best))
+    row["wanted"] = {"over_plain": LEAST_OF_PLAIN, "over_best": LEAST_OF_BEST}
     row["is_good"] = row["over_plain"] >= LEAST_OF_PLAIN and row["over_best"] >= LEAST_OF_BEST
     return row | {"rounds": dict(found), "parts": dict(parts)}
 

@@ -31,7 +31,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .api.options import read_call, read_count, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .compiling.pool import pool_for
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -146,9 +145,6 @@ class SpeculativeModel:
             place, wanted = target.device, target.dtype
         else:
             place, wanted = read_place(target, dtype, device, target_weights)
-        if compiler := pool_for(place):
-            # It imports what it needs while weights are loaded.
-            compiler.start()
         check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place, wanted)
         if isinstance(head, OpenedHead) and head_revision is not None:

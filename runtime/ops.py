@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -114,6 +115,8 @@ class _Counts(threading.local):
 
 
 _COUNTS = _Counts()
+REHEARSES: ContextVar[bool] = ContextVar("rehearses", default=False)
+"""Whether work is run for its kernels alone: of launches that differ in numbers only, one will do."""
 
 
 def count_launches(launches: Launches) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -16,11 +17,20 @@ from threading import Thread
 
 import torch
 
-from .kernels.jobs import Job, writable_cache
+from .kernels.jobs import Job, prepare, writable_cache
 
 logger = logging.getLogger(__name__)
 MOST_PROCESSES = 14
-"""Most compilations at a time: those of a step are some fifty, of which a few take ten times as long as the others."""
+"""Most compilations at a time: those of a step are some forty, of which three take ten times as long as the others."""
+
+
+class _Worker(subprocess.Popen[bytes]):
+    """The process that compiles; it may outlive this one, and ends by itself."""
+
+    def __del__(self) -> None:
+        """Leave no zombie, and do not warn."""
+        if self.pid:
+            self.poll()
 
 
 class CompilePool:
@@ -34,22 +44,28 @@ class CompilePool:
         self.capability = capability
         self.most = most or max(1, min(MOST_PROCESSES, cores - 1))
         self._cache = writable_cache()
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._worker: _Worker | None = None
         self._pipe: Connection | None = None
         self._outbox: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._numbers: dict[Job, int] = {}
         self._pending: dict[int, Job] = {}
 
+    def prepare(self) -> None:
+        """Begin what recording needs, beside other work, and the process that compiles where nothing is compiled."""
+        Thread(target=prepare, daemon=True).start()
+        if not os.listdir(self._cache):
+            self.start()
+
     def start(self) -> None:
-        """Start the process that compiles, unless it runs: it imports Triton meanwhile."""
+        """Start the process that compiles, unless it runs."""
         if self._worker is not None and self._worker.poll() is None:
             return
-        self._give_up("the process that compiles has ended")
+        self._give_up()
         here, there = Pipe()
         command = [sys.executable, "-m", "eagle_slim.runtime.compiling.worker"]
         numbers = [str(each) for each in (there.fileno(), self.capability, self.most)]
         # In a session of its own: an interrupt is this process's alone. No GPU: it would take memory there.
-        self._worker = subprocess.Popen(
+        self._worker = _Worker(
             [*command, *numbers],
             pass_fds=[there.fileno()],
             start_new_session=True,
@@ -81,14 +97,10 @@ class CompilePool:
 
     def wait(self, jobs: Iterable[Job], timeout_s: float | None = None) -> bool:
         """Wait until submitted jobs are done; returns whether they are (False after ``timeout_s``)."""
-        wanted = [*jobs]
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.are_done(wanted):
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            self._receive(left)
-        return True
+        wanted, until = [*jobs], time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while not (done := self.are_done(wanted)) and (left := until - time.monotonic()) > 0:
+            self._receive(min(left, 60.0))
+        return done
 
     def _receive(self, timeout_s: float | None) -> None:
         """Take what has been compiled; waits for something up to ``timeout_s`` where jobs are pending."""
@@ -98,20 +110,18 @@ class CompilePool:
                     return
                 number, failure = self._pipe.recv()
             except (EOFError, OSError):
-                self._give_up("the process that compiles has ended")
+                self._give_up()
                 return
             job = self._pending.pop(number)
             if failure is not None:
                 logger.warning("%s is compiled where it is launched: %s", job.name, failure.strip())
             timeout_s = 0.0
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self) -> None:
         if self._pending:
-            logger.warning("%d kernels are compiled where they are launched: %s.", len(self._pending), reason)
+            text = "%d kernels are compiled where they are launched: the process that compiles has ended."
+            logger.warning(text, len(self._pending))
         self._pending.clear()
-        self._drop_worker()
-
-    def _drop_worker(self) -> None:
         if self._pipe is not None:
             self._outbox.put(None)
             self._pipe.close()

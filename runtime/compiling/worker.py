@@ -1,8 +1,9 @@
 """Compile kernels in forks of this process, for the process that started it: `python -m`, with a descriptor of a pipe.
 
 This process imports what kernels need once and then only forks, so that a compilation begins at once, has no state of
-another, and takes nothing else with it where it dies. It ignores interrupts and sees no GPU. When the other side
-closes the pipe, what has begun is finished, as Triton's cache keeps it for the next run, and the rest is dropped.
+another, and takes nothing else with it where it dies. It ignores interrupts, sees no GPU and does without PyTorch. When
+the other side closes the pipe, what has begun is finished, as Triton's cache keeps it for the next run, and the rest is
+dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import traceback
 from collections import deque
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
+from typing import Any
 
 from .kernels.compile_target import compile_only_for
-from .kernels.jobs import Job
+from .kernels.jobs import Job, prepare
 
 KERNELS = tuple(f"eagle_slim.runtime.{room}.kernels" for room in ("target", "step", "drafter"))
-"""Packages whose modules are imported before the first job: they bring PyTorch, which takes seconds."""
+"""Packages whose modules are imported before the first job."""
 IDLE_S = 60.0
 """Seconds without work after which this process ends."""
 
@@ -88,15 +91,25 @@ class Worker:
         return True
 
 
+def begin(capability: int) -> None:
+    """Import what compiling for GPUs of a ``capability`` needs, so that every fork has it."""
+    # Modules of kernels import PyTorch for twins and launches, which takes longer than most kernels: it is left out.
+    absent: Any = SimpleNamespace(Tensor=object, Module=object, functional=None, bfloat16=None)
+    absent.nn = absent
+    sys.modules |= dict.fromkeys(("torch", "torch.nn", "torch.nn.functional"), absent)
+    compile_only_for(capability)
+    prepare()
+    for package in KERNELS:
+        for module in pkgutil.iter_modules(import_module(package).__path__, f"{package}."):
+            import_module(module.name)
+
+
 def main() -> None:
     """Compile for the process at the other end of a pipe."""
     descriptor, capability, most = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
-    compile_only_for(capability)
-    for package in KERNELS:
-        for module in pkgutil.iter_modules(import_module(package).__path__, f"{package}."):
-            import_module(module.name)
+    begin(capability)
     Worker(Connection(descriptor), most).run()
 
 

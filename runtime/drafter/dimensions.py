@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedModelError, UsageError, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig, explain_fields, explain_unknown
-from .weights import HeadWeights
+
+if TYPE_CHECKING:
+    from .weights import HeadWeights
 
 ACTIVATIONS = {
     "silu": "silu",

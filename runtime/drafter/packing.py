@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .kernels.packing import assign_rows, cut_chunks, cut_splits, cut_tiles, quantize_rows, rows_per_program
 from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, matrix_shapes, num_groups
 from .tuned_cache import Launcher, TunedCache, open_tuned_cache
-from .weights import HeadWeights
+
+if TYPE_CHECKING:
+    from .weights import HeadWeights
 
 
 @dataclass(frozen=True)

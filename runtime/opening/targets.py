@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from ..compiling.pool import pool_for
 from ..errors import UsageError, check_choice, misfit
 from ..settings import explain_unknown
 from ..target.fp8_forms import Fp8Form
@@ -85,6 +86,8 @@ def open_target(
         raise misfit("offline", "True or False", offline)
     check_choice("target_backend", target_backend, ("auto", "fused", "transformers"))
     place, wanted = read_place(target, dtype, device, target_weights)
+    if compiler := pool_for(place):
+        compiler.prepare()
     if isinstance(target, nn.Module):
         if revision is not None:
             raise UsageError(f"revision = {revision!r}, but the target is loaded already. Leave revision out.")

@@ -74,9 +74,10 @@ class Decoder:
         choice = TokenChoice(self.ops, slots.choice, self.target.vocab_size, nodes)
         self.steps = StepPhases(slots, drafts, choice, waits=waits, checks=self.checks, revise=revise)
         self.prompts = Prefill(slots, drafts, choice, self.graphs, waits)
+        self._pairs = [] if drafts.drafter is None else [Phase("pairs", partial(take_pairs, drafts.drafter, slots))]
         self._max_waiting = 1
         """Most tokens of a slot that its drafter has not taken."""
-        self._compiled: set[tuple[GraphKey, ChoiceRules]] = set()
+        self._compiled: set[tuple[TreeConfig | None, int, ChoiceRules]] = set()
 
     @classmethod
     def of_drafter(
@@ -206,7 +207,7 @@ class Decoder:
             for tree in shapes_for(batch, trees) if len(trees) > 1 else trees:
                 groups |= self._step_groups(batch, rules, tree)
         if len(trees) > 1:
-            groups |= self._pair_groups()
+            groups |= group_phases(("pairs",), self._pairs)
         groups |= self.prompts.groups(rules)
         return self.graphs.warm_up(groups, rules)
 
@@ -219,28 +220,18 @@ class Decoder:
         largest trees, which take longest.
         """
         first, *rest = trees
-        self.graphs.submit(self.prompts.groups(rules, num_tokens), rules)
+        self.graphs.are_compiled(self.prompts.groups(rules, num_tokens), rules)
         self.is_compiled(num_active, rules, first)
-        if rest:
-            self.graphs.submit(self._pair_groups(), rules)
+        self.graphs.are_compiled(group_phases(("pairs",), self._pairs), rules)
         for tree in sorted(rest, key=lambda each: 0 if each is None else each.total_tokens, reverse=True):
             self.is_compiled(num_active, rules, tree)
 
     def is_compiled(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
         """Return whether a step's kernels are compiled; they will be, where this is asked. Arguments as in `step`."""
-        key = ("step", tree, self.batch_for(num_active))
-        if (key, rules) not in self._compiled:
-            groups = self._step_groups(num_active, rules, tree)
-            self.graphs.submit(groups, rules)
-            if not self.graphs.are_compiled(groups, rules):
-                return False
-            self._compiled.add((key, rules))
-        return True
-
-    def wait_until_compiled(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> None:
-        """Wait for the kernels of a step; arguments as in `step`."""
-        if not self.is_compiled(num_active, rules, tree):
-            self.graphs.compile(self._step_groups(num_active, rules, tree), rules)
+        key = tree, self.batch_for(num_active), rules
+        if key not in self._compiled and self.graphs.are_compiled(self._step_groups(num_active, rules, tree), rules):
+            self._compiled.add(key)
+        return key in self._compiled
 
     def _begin_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> int:
         """Make room for a step, and count the tokens that will wait for the drafter after it; returns its batch."""
@@ -254,17 +245,10 @@ class Decoder:
         Must precede a step of ``tree``.
         """
         room = self.state.new_tokens.shape[1] - 1 if tree is None else tree.new_tokens_width
-        if self.drafts.drafter is not None and self._max_waiting > room:
-            self.graphs.run(("pairs",), rules, [Phase("pairs", self._take_pairs)])
+        if self._pairs and self._max_waiting > room:
+            self.graphs.run(("pairs",), rules, self._pairs)
             self._max_waiting = 1
 
     def _step_groups(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> Mapping[GraphKey, Phase]:
         batch = self.batch_for(num_active)
         return group_phases(("step", tree, batch), self.steps.of(batch, rules, tree))
-
-    def _pair_groups(self) -> Mapping[GraphKey, Phase]:
-        return group_phases(("pairs",), [Phase("pairs", self._take_pairs)])
-
-    def _take_pairs(self) -> None:
-        assert self.drafts.drafter is not None
-        take_pairs(self.drafts.drafter, self.slots)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..compiling.kernels.jobs import Job, recording
 from ..compiling.pool import CompilePool
-from ..ops import count_launches, counted_apart, side_stream
+from ..ops import REHEARSES, count_launches, counted_apart, side_stream
 from .kernels.choice_kernels import ChoiceRules
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -154,9 +154,7 @@ class Graphs:
                 group.run()
                 continue
             if name not in kept:
-                self.compile({name: group}, rules)
-                self.practise([group.run])
-                kept[name] = self._capture(group.run)
+                self.warm_up({name: group}, rules)
             kept[name]()
 
     def warm_up(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> WarmUp:
@@ -174,33 +172,27 @@ class Graphs:
         captured = time.perf_counter()
         return WarmUp(compiled - started, captured - compiled, len(missing), self.size_bytes - bytes_before)
 
-    def submit(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
-        """Have kernels of the groups compiled in other processes, in order, while this one goes on."""
-        kept = self._kept_for(rules)
-        new = {key: group.run for key, group in groups.items() if not group.waits and key not in kept}
-        new = {key: run for key, run in new.items() if (rules, key) not in self._jobs}
-        if self._compiler is None or not new:
-            return
-        with counted_apart(), self._no_slots(), side_stream():
-            for key, run in new.items():
-                jobs = self._jobs[rules, key] = {}
-                with recording(jobs):
-                    run()
-                self._compiler.submit(jobs)
-
-    def are_compiled(self, keys: Iterable[GraphKey], rules: ChoiceRules) -> bool:
-        """Return whether nothing is left to compile of groups that were submitted."""
-        return self._compiler is None or all(self._compiler.are_done(self._jobs.get((rules, key), ())) for key in keys)
+    def are_compiled(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> bool:
+        """Return whether the groups' kernels are compiled; other processes compile them, in the order of asking."""
+        if self._compiler is None:
+            return True
+        known = self._kept_for(rules).keys() | {key for of, key in self._jobs if of == rules}
+        new = {key: group.run for key, group in groups.items() if not group.waits and key not in known}
+        if new:
+            with counted_apart(), self._no_slots(), side_stream():
+                for key, run in new.items():
+                    jobs = self._jobs[rules, key] = {}
+                    with recording(jobs):
+                        run()
+                    self._compiler.submit(jobs)
+        return all(self._compiler.are_done(self._jobs.get((rules, key), ())) for key in groups)
 
     def compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
         """Compile what groups launch, side by side, and wait for it."""
-        self.submit(groups, rules)
-        if self.are_compiled(groups, rules):
-            return
-        _LOG.info(_COMPILING)
-        assert self._compiler is not None
-        for key in groups:
-            self._compiler.wait(self._jobs.get((rules, key), ()))
+        if self._compiler is not None and not self.are_compiled(groups, rules):
+            _LOG.info(_COMPILING)
+            for key in groups:
+                self._compiler.wait(self._jobs.get((rules, key), ()))
 
     def practise(self, runs: Iterable[Work]) -> None:
         """Run work over no slots, to load kernels and create handles, which a capture cannot."""
@@ -230,14 +222,18 @@ class Graphs:
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
-        """Make all slots look empty, and restore them."""
+        """Make all slots look empty, and restore them; what runs meanwhile is a rehearsal (`REHEARSES`)."""
         # A phase may be practised between those of a real step, and a commit must neither act on that step's record nor
         # list the running slots. With prompt and slot both of length 0, a chunk has no rows.
         before = [tensor.clone() for tensor, _ in self._hidden]
         for tensor, blank in self._hidden:
             tensor.fill_(blank)
         torch.cuda.synchronize()
-        yield
+        token = REHEARSES.set(True)
+        try:
+            yield
+        finally:
+            REHEARSES.reset(token)
         torch.cuda.synchronize()
         for (tensor, _), value in zip(self._hidden, before, strict=True):
             tensor.copy_(value)

@@ -160,9 +160,12 @@ class GenerationLoop:
         to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
     def _step(self) -> None:
-        decoder, tree = self.decoder, self._choose_tree()
-        if not decoder.is_ready(self._num_active(), self.rules, tree):
-            # Compiling takes seconds: what has been generated is delivered before.
+        decoder, is_chosen = self.decoder, self.chooser is not None
+        # Compiling takes seconds, and capturing parts of one: what has been generated is delivered before.
+        if is_chosen and not decoder.is_compiled(self.num_slots, self.rules, None):
+            self._read_all_but(0)
+        tree = self._choose_tree() if self.running else None
+        if self.running and not decoder.is_ready(self._num_active(), self.rules, tree):
             self._read_all_but(0)
         if not self.running:
             return
@@ -185,9 +188,7 @@ class GenerationLoop:
             return len(self.running)
         buckets = (bucket for bucket in BUCKETS if len(self.running) <= bucket < self.num_slots)
         compiled = (bucket for bucket in buckets if self.decoder.is_compiled(bucket, self.rules, None))
-        found = next(compiled, self.num_slots)
-        self.decoder.wait_until_compiled(found, self.rules, None)
-        return found
+        return next(compiled, self.num_slots)
 
     def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; time it first if it is new for this number of sequences."""

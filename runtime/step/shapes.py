@@ -183,10 +183,10 @@ class ShapeChooser:
     ) -> Shape:
         """Choose the next step's shape, for ``batch`` sequences of ``context`` tokens in the mean.
 
-        ``sequences``: numbers of those that run; ``ready``: whether the kernels of a shape are compiled, as those of
-        plain decoding must be.
+        ``sequences``: numbers of those that run; ``ready``: whether the kernels of a shape are compiled. Those of plain
+        decoding are waited for.
         """
-        usable = [each for each in shapes_for(batch, self._shapes) if ready(each)]
+        usable = [each for each in shapes_for(batch, self._shapes) if each is None or ready(each)]
         self._since += 1
         if self._taken in usable and (self._since <= _EVERY or self.is_unmeasured(self._taken, batch)):
             return self._taken
@@ -268,10 +268,8 @@ class ShapeChooser:
         if not self._rates.keys() >= verdicts.keys():
             self._rates = dict(zip(verdicts, self._rates_of([*verdicts]), strict=True))
         for sequence, ranks in verdicts.items():
-            chained, levels = (
-                len(list(takewhile(lambda rank: rank == 0, ranks))),
-                self._rates[sequence][: shape.depth + 1],
-            )
+            chained = len(list(takewhile(lambda rank: rank == 0, ranks)))
+            levels = self._rates[sequence][: shape.depth + 1]
             expected += chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
         for gain in (self._learned.gain(shape), self._gain_of_call(shape)):
             gain.add(num_tokens, expected)

@@ -12,13 +12,13 @@ depend on its own tokens and positions alone, to the last bit (docs/generation.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import Ops
+from ..ops import REHEARSES, Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .expert_loading import Fp8Experts
 from .fp8 import Fp8Linear, Fp8Weight, Weight
@@ -161,29 +161,32 @@ class FusedTarget(Target):
         normed = NormedRows(bufs.residual, bufs.scaled, bufs.squares)
         heads = HeadRows(self.cos, self.sin, rows.positions, rows.attention.slots, rows.kv_rows, bufs.query)
         ops(embed)(self.embedding, rows.tokens, self.layers[0].norm_in, normed, self._tap(bufs, 0))
-        for index, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        norms = [*(layer.norm_in for layer in self.layers[1:]), self.final_norm]
+        taps = [self._tap(bufs, index + 1) for index in range(len(self.layers))]
+        layers = [*enumerate(zip(self.layers, cache.layers, norms, taps, strict=True))]
+        if REHEARSES.get():
+            layers = [*{_kind_of(layer): (index, layer) for index, layer in layers}.values()]
+        for index, (layer, kv, norm, tap) in layers:
             ops(qkv_product)(normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *kv, scratch)
             params = AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, self.dtype))
             ops(tree_attention)(bufs.query, *kv, rows.attention, params, bufs.attended, bufs.scratch)
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
-            is_final = index + 1 == len(self.layers)
-            norm = self.final_norm if is_final else self.layers[index + 1].norm_in
-            mlp, lift, copied = layer.mlp, lift_of(layer.mlp.down, self.dtype), self._tap(bufs, index + 1)
+            mlp, lift = layer.mlp, lift_of(layer.mlp.down, self.dtype)
             if isinstance(mlp, Experts):
                 assert bufs.routing is not None
                 ops(route)(normed, layer.norm_post, mlp, rows.kv_rows, bufs.routing)
                 ops(gated_experts)(normed, layer.norm_post, mlp, bufs.routing, lift)
-                ops(add_experts)(mlp, bufs.routing, norm, normed, copied)
+                ops(add_experts)(mlp, bufs.routing, norm, normed, tap)
             else:
                 ops(gated_product)(normed, layer.norm_post, mlp.gate_up, mlp.gate_up_bias, bufs.gated, scratch, lift)
-                ops(add_product)(bufs.gated, mlp.down, mlp.down_bias, norm, normed, copied, scratch)
+                ops(add_product)(bufs.gated, mlp.down, mlp.down_bias, norm, normed, tap, scratch)
         if self.tap_layers is None:
             ops(norm_rows)(normed, self.final_norm, bufs.features)
-        taps, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
-        for place, tap in enumerate(taps):
+        tapped, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
+        for place, index in enumerate(tapped):
             # A layer may be tapped twice: default taps of a small model.
-            if (first := taps.index(tap)) != place:
+            if (first := tapped.index(index)) != place:
                 blocks[place].copy_(blocks[first])
         if last_row is not None:
             torch.index_select(normed.scaled, 0, last_row, out=bufs.last)
@@ -196,6 +199,17 @@ class FusedTarget(Target):
         if self.tap_layers is None or layer not in self.tap_layers:
             return None
         return bufs.features.narrow(1, self.tap_layers.index(layer) * self.hidden_size, self.hidden_size)
+
+
+def _kind_of(value: Any) -> object:
+    """Return what kernels of a launch with a value are compiled for: equal for values that differ in numbers alone."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.data_ptr() % 16
+    if isinstance(value, tuple):
+        return tuple(map(_kind_of, value))
+    if is_dataclass(value):
+        return tuple(_kind_of(getattr(value, each.name)) for each in fields(value))
+    return float if isinstance(value, float) else value
 
 
 def _fuse_layer(layer: Any, eps: float) -> FusedLayer:

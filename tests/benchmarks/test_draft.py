@@ -31,6 +31,7 @@ def measure(head: HeadWeights) -> dict[str, Any]:
     return draft.measure(head, ROW, 1e9, 1, lambda run: run)
 
 
+@pytest.mark.slow
 def test_a_row(head: HeadWeights) -> None:
     found = measure(head)
     assert found["faults"] == []

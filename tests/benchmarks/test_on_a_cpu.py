@@ -12,6 +12,7 @@ from benchmarks import offline
 from benchmarks.shared import timing
 
 
+@pytest.mark.slow
 def test_counting(tmp_path: Path) -> None:
     path, out = tmp_path / "tokenizer.json", tmp_path / "result.json"
     byte_level_bpe(300, ["<|im_end|>"]).save(str(path))

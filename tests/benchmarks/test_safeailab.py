@@ -25,6 +25,7 @@ def arguments(tmp_path: Path) -> Any:
     return lambda *line: safeailab.parse(["--upstream", str(tmp_path / "EAGLE"), "--device", "cpu", *line])
 
 
+@pytest.mark.slow
 def test_variants(arguments, tmp_path, monkeypatch, capsys):
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.

@@ -56,6 +56,7 @@ def test_steps_run_ahead(random_model: RandomModel, monkeypatch: pytest.MonkeyPa
     assert [(each.tree, each.cache.capacity, len(each.cache.layers)) for each in seen] == [(tree, 100, 8)]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_attentions_tiles(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU tiles change nothing: the tiny model has two key heads, each shared by two heads; 256 is 4 blocks."""
     slow = iter([*range(40, 0, -1)])

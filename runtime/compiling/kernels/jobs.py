@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import getclosurevars
@@ -23,13 +23,22 @@ from triton import AsyncCompileMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.driver import driver
 
 logger = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.RLock()
 """Triton has one driver for all threads."""
 _DEVICES = itertools.count(-1, -1)
+
+
+def prepare() -> None:
+    """Do what each process that compiles, or records, does once: read Triton's own files, which takes a second."""
+    # Triton makes its driver now, which must not take a recorder's place. What fails here fails in full at a launch.
+    with suppress(Exception), _ONE_AT_A_TIME:
+        target = driver.active.get_current_target()
+        triton_key()
+        make_backend(target).hash()
 
 
 @dataclass(frozen=True)

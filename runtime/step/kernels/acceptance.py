@@ -71,20 +71,19 @@ def walk_ref(
         state.running[slot] = int(ended == RUNNING)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _walk_kernel(
     choice_ptr,
     trees,
     state,
     error_ptr,
-    SLOTS: tl.constexpr,
+    batch,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
     EOS: tl.constexpr,
-    BATCH: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     APPEND: tl.constexpr,
 ):
@@ -95,9 +94,9 @@ def _walk_kernel(
     if HAS_ERROR:
         error = tl.load(error_ptr)
         if slot == 0:
-            tl.store(state.record + SLOTS * (HEAD + 2 * WIDTH), error)
+            tl.store(state.record + tl.num_programs(0) * (HEAD + 2 * WIDTH), error)
         place = tl.where(error != 0, -1, place)
-    if (place < 0) | (place >= BATCH):
+    if (place < 0) | (place >= batch):
         tl.store(record, 0)
         return
     node = tl.arange(0, BLOCK)
@@ -159,7 +158,7 @@ def walk(
         trees,
         state,
         state.record if error is None else error,
-        SLOTS=len(state.lengths),
+        batch,
         HAS_ERROR=error is not None,
         NODES=nodes,
         BLOCK=max(2, triton.next_power_of_2(nodes)),
@@ -167,7 +166,6 @@ def walk(
         WIDTH=state.path.shape[1],
         ROOM=state.new_tokens.shape[1],
         EOS=state.eos_ids.shape[1],
-        BATCH=batch,
         APPEND=append,
         num_warps=1,
     )
@@ -251,7 +249,7 @@ def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_ro
         out[slot, last - accepted : last] = features[first + state.path[slot, :accepted].long()]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _commit_features_kernel(
     state,
     feature_ptr,
@@ -260,7 +258,7 @@ def _commit_features_kernel(
     out_ptr,
     stride_slot,
     stride_step,
-    NODES: tl.constexpr,
+    nodes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -272,7 +270,7 @@ def _commit_features_kernel(
         return
     to = tl.load(state.num_new + slot) - accepted + step
     place = tl.load(state.active_inverse + slot).to(tl.int64)
-    row = place * NODES + tl.load(first_row_ptr) + tl.load(state.path + slot * WIDTH + step)
+    row = place * nodes + tl.load(first_row_ptr) + tl.load(state.path + slot * WIDTH + step)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(feature_ptr + row * stride_row + column, mask=inside, other=0.0)
@@ -290,7 +288,7 @@ def commit_features(state: SlotState, features: Tensor, nodes: int, first_row: T
         first_row,
         out,
         *out.stride()[:2],
-        NODES=nodes,
+        nodes,
         SIZE=size,
         BLOCK=block,
         WIDTH=width,

@@ -122,7 +122,6 @@ class ChoiceRules:
 class ChoiceShape(ChoiceRules):
     """Stages and sizes that the kernels of a choice are compiled for."""
 
-    nodes: int
     vocab: int
     words: int
     """Of 32 bits, for a bit for each id."""
@@ -131,8 +130,6 @@ class ChoiceShape(ChoiceRules):
     tiles: int
     block_tiles: int
     """``tiles`` to a power of two."""
-    stream: int
-    """Keys of a slot."""
     capacity: int
     """Tokens that a search may list."""
     few: int
@@ -168,18 +165,18 @@ def has_bit(bits_ptr, ids, mask):
 
 
 @triton.jit
-def is_skipped(trees, SHAPE: tl.constexpr):
+def is_skipped(trees, nodes):
     """Tell whether this program's row belongs to a place beyond the active ones."""
-    return tl.program_id(0) // SHAPE.nodes >= tl.load(trees.active_count)
+    return tl.program_id(0) // nodes >= tl.load(trees.active_count)
 
 
 @triton.jit
-def this_row(trees, state, SHAPE: tl.constexpr):
+def this_row(trees, nodes, state):
     """Return the row with this program's first number."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(trees.active_slots + row // SHAPE.nodes).to(tl.int64)
-    number = tl.load(state.num_generated + slot) + tl.load(trees.positions + slot * SHAPE.nodes + row % SHAPE.nodes)
-    return ChoiceRow(row, slot, number)
+    row = tl.program_id(0)
+    slot = tl.load(trees.active_slots + row // nodes).to(tl.int64)
+    number = tl.load(state.num_generated + slot) + tl.load(trees.positions + slot * nodes + row % nodes)
+    return ChoiceRow(row.to(tl.int64), slot, number)
 
 
 @triton.jit
@@ -235,28 +232,28 @@ def load_tile(logits_ptr, at, state, scratch, SHAPE: tl.constexpr):
     return load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
 
 
-@triton.jit
-def penalise_kernel(trees, state, scratch, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def penalise_kernel(trees, nodes, state, scratch, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     """Join the bits of a slot's seen tokens with those of the node's path."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(state.seen + at.slot * SHAPE.words + words, mask=words < SHAPE.words, other=0)
-    node = at.row % SHAPE.nodes
+    node = at.row % nodes
     while node >= 0:
-        token = tl.load(trees.draft_tokens + at.slot * SHAPE.nodes + node).to(tl.int32)
+        token = tl.load(trees.draft_tokens + at.slot * nodes + node).to(tl.int32)
         bits |= tl.where(words == token >> 5, 1 << (token & 31), 0)
-        node = tl.load(trees.parents + at.slot * SHAPE.nodes + node)
+        node = tl.load(trees.parents + at.slot * nodes + node)
     tl.store(scratch.penalised + at.row * SHAPE.words + words, bits, mask=words < SHAPE.words)
 
 
-@triton.jit
-def best_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def best_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr):
     """Find the largest score of a tile, and its lowest id."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
     best = tl.max(score, axis=0)
@@ -267,12 +264,12 @@ def best_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
     tl.store(scratch.best_id + to, tl.min(tl.where(score == best, ids, _NO_ID), axis=0))
 
 
-@triton.jit
-def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def pick_kernel(trees, nodes, scratch, out_ptr, SHAPE: tl.constexpr):
     """Choose the lowest id among the best tiles': greedy."""
     row = tl.program_id(0).to(tl.int64)
     token = -1
-    if row // SHAPE.nodes < tl.load(trees.active_count):
+    if tl.program_id(0) // nodes < tl.load(trees.active_count):
         tile = tl.arange(0, SHAPE.block_tiles)
         mask = tile < SHAPE.tiles
         best = tl.load(scratch.best_score + row * SHAPE.tiles + tile, mask=mask, other=float("-inf"))
@@ -293,17 +290,17 @@ def takes_part(distance, state, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_key(at, state, SHAPE: tl.constexpr):
-    """Load the key of a row's noise: int64."""
-    return tl.load(state.keys + at.slot * SHAPE.stream + at.number, mask=at.number < SHAPE.stream, other=0)
+def load_key(at, state, stream):
+    """Load the key of a row's noise, of ``stream`` keys of its slot: int64."""
+    return tl.load(state.keys + at.slot * stream + at.number, mask=at.number < stream, other=0)
 
 
-@triton.jit
-def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes", "stream"])
+def race_kernel(logits_ptr, trees, nodes, state, scratch, stream, SHAPE: tl.constexpr):
     """Find the smallest mark of a tile; with top-p, apart for ids at the threshold, which are counted, too."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     to = at.row * SHAPE.tiles + tl.program_id(1)
     threshold = tl.full([], FAR - 1, tl.int32)
     if SHAPE.has_cut:
@@ -315,7 +312,7 @@ def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
         return
     ids = tl.program_id(1) * SHAPE.tile + tl.arange(0, SHAPE.tile)
     distance = load_tile(logits_ptr, at, state, scratch, SHAPE)
-    marks = token_marks(distance, load_key(at, state, SHAPE), ids, takes_part(distance, state, SHAPE))
+    marks = token_marks(distance, load_key(at, state, stream), ids, takes_part(distance, state, SHAPE))
     if SHAPE.has_top_p:
         tied = distance == threshold
         tl.store(scratch.num_tied + to, tl.sum(tied.to(tl.int32), axis=0))
@@ -324,13 +321,13 @@ def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
     tl.store(scratch.best_mark + to, tl.min(tl.where(distance <= threshold, marks, NOBODY), axis=0))
 
 
-@triton.jit
-def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes", "stream"])
+def draw_kernel(logits_ptr, trees, nodes, state, scratch, out_ptr, stream, SHAPE: tl.constexpr):
     """Choose the id of the smallest mark of all tiles, and of the ids at top-p's threshold that stay: the last ones."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         tl.store(out_ptr + tl.program_id(0), -1)
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     tiles = tl.arange(0, SHAPE.block_tiles)
     mask = tiles < SHAPE.tiles
     best = tl.min(tl.load(scratch.best_mark + at.row * SHAPE.tiles + tiles, mask=mask, other=NOBODY), axis=0)
@@ -349,7 +346,7 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
             distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
             tied = distance == tl.load(scratch.threshold + at.row)
             stays_here = tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, state, SHAPE)
-            marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
+            marks = token_marks(distance, load_key(at, state, stream), ids, stays_here)
             best = tl.minimum(best, tl.min(marks, axis=0))
     scores = tl.load(scratch.best_score + at.row * SHAPE.tiles + tiles, mask=mask, other=float("-inf"))
     tl.store(out_ptr + at.row, or_fault((best & 0xFFFFFFFF).to(tl.int32), scores))

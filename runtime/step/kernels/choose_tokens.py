@@ -191,35 +191,34 @@ def choose_tokens(
     tiles = triton.cdiv(vocab, tile)
     shape = ChoiceShape(
         **vars(rules),
-        nodes=out.shape[1],
         vocab=vocab,
         words=triton.cdiv(vocab, WORD_BITS),
         tile=tile,
         tiles=tiles,
         block_tiles=triton.next_power_of_2(tiles),
-        stream=state.keys.shape[1],
         capacity=capacity,
         few=min(_FEW, capacity),
     )
-    rows = logits.shape[0]
+    rows, nodes = len(logits), out.shape[1]
     if rules.has_penalty:
         kernels.penalise_kernel[(rows, triton.cdiv(shape.words, _PENALISE_BLOCK))](
-            trees, state, scratch, SHAPE=shape, BLOCK=_PENALISE_BLOCK, num_warps=8
+            trees, nodes, state, scratch, SHAPE=shape, BLOCK=_PENALISE_BLOCK, num_warps=8
         )
-    kernels.best_kernel[(rows, tiles)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
+    kernels.best_kernel[(rows, tiles)](logits, trees, nodes, state, scratch, SHAPE=shape, num_warps=8)
     if not rules.sampled:
-        kernels.pick_kernel[(rows,)](trees, scratch, out, SHAPE=shape, num_warps=1)
+        kernels.pick_kernel[(rows,)](trees, nodes, scratch, out, SHAPE=shape, num_warps=1)
         return
     if shape.has_cut:
         for is_first in (True, False):
             cut_search.survey_kernel[(rows, tiles)](
-                logits, trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=8
+                logits, trees, nodes, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=8
             )
-            cut_search.narrow_kernel[(rows,)](trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=4)
-        cut_search.collect_kernel[(rows, tiles)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
-        cut_search.cut_kernel[(rows,)](logits, trees, state, scratch, SHAPE=shape, num_warps=16)
-    kernels.race_kernel[(rows, tiles)](logits, trees, state, scratch, SHAPE=shape, num_warps=8, **NO_FUSION)
-    kernels.draw_kernel[(rows,)](logits, trees, state, scratch, out, SHAPE=shape, num_warps=8, **NO_FUSION)
+            cut_search.narrow_kernel[(rows,)](trees, nodes, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=4)
+        cut_search.collect_kernel[(rows, tiles)](logits, trees, nodes, state, scratch, SHAPE=shape, num_warps=8)
+        cut_search.cut_kernel[(rows,)](logits, trees, nodes, state, scratch, SHAPE=shape, num_warps=16)
+    given, options = (logits, trees, nodes, state, scratch), {"SHAPE": shape, "num_warps": 8, **NO_FUSION}
+    kernels.race_kernel[(rows, tiles)](*given, state.keys.shape[1], **options)
+    kernels.draw_kernel[(rows,)](*given, out, state.keys.shape[1], **options)
 
 
 def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:

@@ -82,12 +82,12 @@ def load_interval(scratch, row, FIRST: tl.constexpr):
     return low, high
 
 
-@triton.jit
-def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def survey_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
     """Count a tile's tokens in the bins, and sum the measure of nearer ones; the first time, of all."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     if not FIRST:  # noqa: SIM102  # known when compiling
         if tl.load(scratch.interval + at.row * 4 + COUNT) <= SHAPE.few:
             return
@@ -100,10 +100,10 @@ def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST:
     tl.store(scratch.counts + to * BINS + tl.arange(0, BINS), count_bins(distance, low, high))
 
 
-@triton.jit
-def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def narrow_kernel(trees, nodes, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
     """Narrow a row's interval by the counts of its tiles; the first time, set its goal too."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
     row = tl.program_id(0).to(tl.int64)
     interval_ptr = scratch.interval + row * 4
@@ -137,12 +137,12 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     tl.store(interval_ptr + COUNT, count.to(tl.int64))
 
 
-@triton.jit
-def collect_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def collect_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr):
     """Add a tile's tokens within the interval to the row's list; with top-p also the weight of those before it."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     if tl.load(scratch.interval + at.row * 4 + COUNT) > SHAPE.capacity:
         return
     low, high = load_interval(scratch, at.row, False)
@@ -221,12 +221,12 @@ def find_cut(scan, low, high, goal, SHAPE: tl.constexpr, WEIGHTED: tl.constexpr)
     return low, goal
 
 
-@triton.jit
-def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["nodes"])
+def cut_kernel(logits_ptr, trees, nodes, state, scratch, SHAPE: tl.constexpr):
     """Find the largest distance that top-k and top-p keep, and with top-p how many tokens at it are to be kept."""
-    if is_skipped(trees, SHAPE):
+    if is_skipped(trees, nodes):
         return
-    at = this_row(trees, state, SHAPE)
+    at = this_row(trees, nodes, state)
     largest = largest_of(scratch, at, SHAPE)
     low, high = load_interval(scratch, at.row, False)
     goal = tl.load(scratch.interval + at.row * 4 + GOAL)

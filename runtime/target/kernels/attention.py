@@ -235,19 +235,27 @@ def tree_attention(
     traits = is_path, params.window is not None, params.softcap is not None, precision, params.lift
     shape = kernels.AttentionShape(group, kv_heads, head_dim, block_d, *traits)
     width = 1 if rows.paths is None else rows.paths.shape[2]
-    sizes = nodes, width, qkv.stride(0), keys.stride(0), keys.stride(1)
-    numbers = kernels.AttentionNumbers(params.scale, params.softcap or 1.0, params.window or 0, *sizes)
+    strides = qkv.stride(0), keys.stride(0), keys.stride(1)
+    numbers = kernels.AttentionNumbers(params.scale, params.softcap or 1.0, params.window or 0, *strides)
     overlaps, options = overlapping(device)
     options = options | {"SHAPE": shape, "ALL_SPLITS": tiles.sums_all_splits, "OVERLAP": overlaps}
     given = qkv, keys, values, rows._replace(paths=rows.slots) if is_path else rows, scratch
     blocks = triton.cdiv(nodes * group, tiles.rows)
     kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](
-        *given, numbers, states, None, ROWS=tiles.rows, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **options
+        *given,
+        numbers,
+        nodes,
+        states,
+        None,
+        ROWS=tiles.rows,
+        STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        **options,
     )
     # Nodes of a path share their keys; those of a tree gather their own.
     in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if is_path else 1
     groups = triton.cdiv(group, TAIL_ROWS // in_tile)
     options |= {"ROWS": TAIL_ROWS, "IN_TILE": in_tile, "SINKS": sinks is not None, "num_warps": tiles.tail_warps}
     kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
-        *given, scratch.stats if sinks is None else sinks, out, numbers, states, **options
+        *given, scratch.stats if sinks is None else sinks, out, numbers, nodes, width, states, **options
     )

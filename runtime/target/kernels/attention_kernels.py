@@ -42,16 +42,11 @@ MAIN_ROWS = 64
 
 
 class AttentionNumbers(NamedTuple):
-    """Numbers of a layer, distances in elements (of queries' rows, and of slots and heads in the cache), and sizes.
-
-    ``nodes``: rows of a place; ``path_width``: places of each one's path.
-    """
+    """Numbers of a layer, and distances in elements: of queries' rows, and of slots and heads in the cache."""
 
     scale: float
     softcap: float
     window: int
-    nodes: int
-    path_width: int
     stride_query: int
     stride_slot: int
     stride_head: int
@@ -176,18 +171,18 @@ def _first_key(position, numbers, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _positions(rows, place, node, in_use, length, numbers, SHAPE: tl.constexpr):
+def _positions(rows, place, node, in_use, length, nodes, SHAPE: tl.constexpr):
     """Load the positions of rows in their sequence."""
     if SHAPE.is_path:
         return length + node
     else:
-        return length + tl.load(rows.depths + place * numbers.nodes + node, mask=in_use, other=0)
+        return length + tl.load(rows.depths + place * nodes + node, mask=in_use, other=0)
 
 
 @triton.jit
-def _queries(q_ptr, place, queries, numbers, SHAPE: tl.constexpr):
+def _queries(q_ptr, place, queries, nodes, numbers, SHAPE: tl.constexpr):
     d = tl.arange(0, SHAPE.block_d)
-    at = (place * numbers.nodes + queries.node)[:, None] * numbers.stride_query
+    at = (place * nodes + queries.node)[:, None] * numbers.stride_query
     at = at + (queries.head * SHAPE.head_dim)[:, None] + d[None, :]
     mask = queries.in_use[:, None] & (d < SHAPE.head_dim)[None, :]
     return tl.load(q_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -250,11 +245,11 @@ def _split_state(
 
 
 @triton.jit
-def _put_state(scratch, part, queries, state, numbers, SHAPE: tl.constexpr):
+def _put_state(scratch, part, queries, state, nodes, SHAPE: tl.constexpr):
     best, total, acc = state
     d = tl.arange(0, SHAPE.block_d)
     heads: tl.constexpr = SHAPE.group * SHAPE.kv_heads
-    to = (part * numbers.nodes + queries.node) * heads + queries.head
+    to = (part * nodes + queries.node) * heads + queries.head
     mask = queries.in_use[:, None] & (d < SHAPE.head_dim)[None, :]
     tl.store(scratch.out + to[:, None] * SHAPE.head_dim + d[None, :], acc, mask=mask)
     tl.store(scratch.stats + to * 2, best, mask=queries.in_use)
@@ -262,17 +257,17 @@ def _put_state(scratch, part, queries, state, numbers, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _state(scratch, part, queries, had, numbers, SHAPE: tl.constexpr):
+def _state(scratch, part, queries, had, nodes, SHAPE: tl.constexpr):
     """Load a state of `_put_state`; one that has seen nothing for rows without."""
     d = tl.arange(0, SHAPE.block_d)
-    at = (part * numbers.nodes + queries.node) * (SHAPE.group * SHAPE.kv_heads) + queries.head
+    at = (part * nodes + queries.node) * (SHAPE.group * SHAPE.kv_heads) + queries.head
     best = tl.load(scratch.stats + at * 2, mask=had, other=_NONE)
     total = tl.load(scratch.stats + at * 2 + 1, mask=had, other=0.0)
     mask = had[:, None] & (d < SHAPE.head_dim)[None, :]
     return best, total, tl.load(scratch.out + at[:, None] * SHAPE.head_dim + d[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["nodes", "parts"])
 def main_kernel(
     q_ptr,
     key_ptr,
@@ -280,6 +275,7 @@ def main_kernel(
     rows,
     scratch,
     numbers,
+    nodes,
     parts,
     blocks_ptr,
     SHAPE: tl.constexpr,
@@ -290,6 +286,7 @@ def main_kernel(
 ):
     """Attend to main parts by ``ROWS`` query rows of a key head: states of some splits, or one of all (ALL_SPLITS).
 
+    A place has ``nodes`` rows, and ``parts`` states.
     ``blocks_ptr`` int32 [1] counts the blocks that all programs go through; None counts nothing.
     """
     kv_head = tl.program_id(0) % SHAPE.kv_heads
@@ -298,12 +295,12 @@ def main_kernel(
     # Rows are laid out before the pass begins, so they can be read before the kernel before has ended.
     slot = tl.load(rows.slots + place).to(tl.int64)
     length = tl.load(rows.lengths + tl.maximum(slot, 0))
-    count = tl.where(slot < 0, 0, tl.minimum(tl.load(rows.counts + place), numbers.nodes))
+    count = tl.where(slot < 0, 0, tl.minimum(tl.load(rows.counts + place), nodes))
     row = block * ROWS + tl.arange(0, ROWS)
     node = row // SHAPE.group
     head = kv_head * SHAPE.group + row % SHAPE.group
     in_use = node < count
-    position = _positions(rows, place, node, in_use, length, numbers, SHAPE)
+    position = _positions(rows, place, node, in_use, length, nodes, SHAPE)
     tail = tl.where(in_use, tail_start(position), 0)
     first_key = tl.where(in_use, _first_key(position, numbers, SHAPE), _FAR)
     end = tl.max(tail, 0)
@@ -314,7 +311,7 @@ def main_kernel(
     let_next_begin(OVERLAP)
     # Windows may end behind main parts.
     if end > first:
-        q = _queries(q_ptr, place, queries, numbers, SHAPE)
+        q = _queries(q_ptr, place, queries, nodes, numbers, SHAPE)
         d = tl.arange(0, SHAPE.block_d)
         in_block = tl.arange(0, _BLOCK)[:, None] * SHAPE.head_dim + d[None, :]
         base = slot * numbers.stride_slot + kv_head * numbers.stride_head
@@ -328,17 +325,17 @@ def main_kernel(
             state = _split_state(q, key_at, value_at, split, queries, common, numbers, blocks_ptr, SHAPE, STAGES)
             if ALL_SPLITS:
                 had = tl.where(index > 0, tail, 0) > 0
-                state = _merge(_state(scratch, place, queries, had, numbers, SHAPE), state)
-                _put_state(scratch, place, queries, state, numbers, SHAPE)
+                state = _merge(_state(scratch, place, queries, had, nodes, SHAPE), state)
+                _put_state(scratch, place, queries, state, nodes, SHAPE)
                 # Other threads may read it.
                 tl.debug_barrier()
             else:
                 part = place * parts + split - _first_state(length, numbers, SHAPE)
-                _put_state(scratch, part, queries, state, numbers, SHAPE)
+                _put_state(scratch, part, queries, state, nodes, SHAPE)
 
 
 @triton.jit
-def _see_tail(state, q, key_ptr, value_ptr, base, rows, place, begin, queries, length, numbers, SHAPE: tl.constexpr):
+def _see_tail(state, q, key_ptr, value_ptr, base, path_ptr, begin, queries, length, numbers, SHAPE: tl.constexpr):
     """Go on with the state of rows whose ``tail`` begins at ``begin``; past the L1: nothing was waited for."""
     d = tl.arange(0, SHAPE.block_d)
     k = begin + tl.arange(0, _BLOCK)
@@ -348,8 +345,7 @@ def _see_tail(state, q, key_ptr, value_ptr, base, rows, place, begin, queries, l
     if not SHAPE.is_path:
         # One node's own tail: its ancestors' rows lie behind the committed ones, in the tree's order.
         own = there & (k >= length)
-        path = (place * numbers.nodes + tl.program_id(0)) * numbers.path_width + k - length
-        row = tl.where(own, length + tl.load(rows.paths + path, mask=own, other=0), k)
+        row = tl.where(own, length + tl.load(path_ptr + k - length, mask=own, other=0), k)
     at = base + row.to(tl.int64)[:, None] * SHAPE.head_dim + d[None, :]
     # Masked: a row that was never written may hold NaN.
     mask = there[:, None] & (d < SHAPE.head_dim)[None, :]
@@ -361,14 +357,14 @@ def _see_tail(state, q, key_ptr, value_ptr, base, rows, place, begin, queries, l
 
 
 @triton.jit
-def _main_state(scratch, part, split, queries, numbers, SHAPE: tl.constexpr):
+def _main_state(scratch, part, split, queries, nodes, SHAPE: tl.constexpr):
     """Load the state of a split that main parts have left."""
     tail, first_key = queries.tail, queries.first_key
     had = queries.in_use & (tail > first_key) & (split_start(split) < tail) & (split_start(split + 1) > first_key)
-    return _state(scratch, part + split, queries, had, numbers, SHAPE)
+    return _state(scratch, part + split, queries, had, nodes, SHAPE)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["nodes", "path_width", "parts"])
 def tail_kernel(
     q_ptr,
     key_ptr,
@@ -378,6 +374,8 @@ def tail_kernel(
     sink_ptr,
     out_ptr,
     numbers,
+    nodes,
+    path_width,
     parts,
     SHAPE: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
@@ -388,6 +386,7 @@ def tail_kernel(
 ):
     """Attend to tails by ``ROWS`` query rows of a key head, of IN_TILE nodes; merge main parts, and write the result.
 
+    A place has ``nodes`` rows, each with a path of ``path_width`` places, and ``parts`` states of main parts.
     Rows of nodes that are not in use, and of empty places, become 0.
     """
     let_next_begin(OVERLAP)
@@ -399,13 +398,13 @@ def tail_kernel(
     node = tl.program_id(0) * IN_TILE + row // PER_NODE
     of_group = tl.program_id(1) % GROUPS * PER_NODE + row % PER_NODE
     head = kv_head * SHAPE.group + of_group
-    there = (node < numbers.nodes) & (of_group < SHAPE.group)
+    there = (node < nodes) & (of_group < SHAPE.group)
     d = tl.arange(0, SHAPE.block_d)
     slot = tl.load(rows.slots + place).to(tl.int64)
     length = tl.load(rows.lengths + tl.maximum(slot, 0))
     count = tl.where(slot < 0, 0, tl.load(rows.counts + place))
     in_use = there & (node < count)
-    position = _positions(rows, place, node, in_use, length, numbers, SHAPE)
+    position = _positions(rows, place, node, in_use, length, nodes, SHAPE)
     tail = tl.where(in_use, tail_start(position), -1)
     first_key = _first_key(position, numbers, SHAPE)
     base = slot * numbers.stride_slot + kv_head * numbers.stride_head
@@ -413,26 +412,27 @@ def tail_kernel(
     own = _unseeing(ROWS, SHAPE)
     end = tl.max(tail, 0)
     if end >= 0:
-        q = _queries(q_ptr, place, queries, numbers, SHAPE)
+        q = _queries(q_ptr, place, queries, nodes, numbers, SHAPE)
         begin = tl.min(tl.where(in_use, tail, _FAR), 0)
-        own = _see_tail(own, q, key_ptr, value_ptr, base, rows, place, begin, queries, length, numbers, SHAPE)
+        path_ptr = rows.paths + (place * nodes + tl.program_id(0)) * path_width
+        own = _see_tail(own, q, key_ptr, value_ptr, base, path_ptr, begin, queries, length, numbers, SHAPE)
         # A tile's positions are few: their tails begin at one place or at two.
         if IN_TILE > 1 and end > begin:
-            own = _see_tail(own, q, key_ptr, value_ptr, base, rows, place, end, queries, length, numbers, SHAPE)
+            own = _see_tail(own, q, key_ptr, value_ptr, base, path_ptr, end, queries, length, numbers, SHAPE)
     wait_for_previous(OVERLAP)
     state = _unseeing(ROWS, SHAPE)
     first = tl.min(tl.where(in_use, first_key, _FAR), 0)
     if end > first:
         if ALL_SPLITS:
-            state = _state(scratch, place, queries, in_use & (tail > first_key), numbers, SHAPE)
+            state = _state(scratch, place, queries, in_use & (tail > first_key), nodes, SHAPE)
         else:
             part = place * parts - _first_state(length, numbers, SHAPE)
             for split in tl.range(split_of(first), split_of(end - 1) + 1, 4):
                 # All four are on their way before the first is merged.
-                one = _main_state(scratch, part, split, queries, numbers, SHAPE)
-                two = _main_state(scratch, part, split + 1, queries, numbers, SHAPE)
-                three = _main_state(scratch, part, split + 2, queries, numbers, SHAPE)
-                four = _main_state(scratch, part, split + 3, queries, numbers, SHAPE)
+                one = _main_state(scratch, part, split, queries, nodes, SHAPE)
+                two = _main_state(scratch, part, split + 1, queries, nodes, SHAPE)
+                three = _main_state(scratch, part, split + 2, queries, nodes, SHAPE)
+                four = _main_state(scratch, part, split + 3, queries, nodes, SHAPE)
                 state = _merge(_merge(_merge(_merge(state, one), two), three), four)
     best, total, acc = _merge(state, own)
     if SINKS:
@@ -443,6 +443,6 @@ def tail_kernel(
         acc = acc * decay[:, None]
     UNIT: tl.constexpr = 1.1920928955078125e-07 / SHAPE.lift
     result = tl.where(in_use[:, None], acc / (tl.where(in_use, total, 1.0) * UNIT)[:, None], 0.0)
-    to = (place * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
+    to = (place * nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
     mask = there[:, None] & (d < SHAPE.head_dim)[None, :]
     tl.store(out_ptr + to[:, None] * SHAPE.head_dim + d[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)

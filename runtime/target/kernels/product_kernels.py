@@ -136,7 +136,6 @@ class HeadArgs(NamedTuple):
     value_rows: Tensor
     stride_slot: int
     stride_head: int
-    nodes: int
 
 
 @dataclass(frozen=True)
@@ -694,7 +693,7 @@ def gated_product_kernel(
         tl.store(out_ptr + to, value, mask=n_inside[:, None] & own_inside[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["nodes", "rows"])
 def qkv_product_kernel(
     x_ptr,
     w_ptr,
@@ -703,6 +702,7 @@ def qkv_product_kernel(
     scale_ptr,
     factor,
     heads,
+    nodes,
     rows,
     scratch,
     SHAPE: tl.constexpr,
@@ -711,7 +711,7 @@ def qkv_product_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write queries, and keys and values into the cache."""
+    """Write queries, and keys and values into the cache; a slot has ``nodes`` rows."""
     let_next_begin(OVERLAP)
     HALF: tl.constexpr = HEADS.head_dim // 2
     BLOCK: tl.constexpr = HEADS.half_block
@@ -727,7 +727,7 @@ def qkv_product_kernel(
     # Written before the pass began, so they can be read before the kernel before has ended.
     position = tl.load(heads.positions + own, mask=own_inside, other=0).to(tl.int64)
     kv_row = tl.load(heads.kv_rows + own, mask=own_inside, other=-1).to(tl.int64)
-    slot = tl.load(heads.slots + own // heads.nodes, mask=own_inside, other=0).to(tl.int64)
+    slot = tl.load(heads.slots + own // nodes, mask=own_inside, other=0).to(tl.int64)
     operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
     w = begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
     squares = load_squares(factor, own, own_inside, SHAPE.depth)

@@ -281,9 +281,9 @@ def qkv_product(
     tiles = _head_tiles(tiles, half_block, head_dim, shape.groups)
     gains = (norm.gain, norm.gain) if head_norms is None else head_norms
     strides, nodes = (keys.stride(0), keys.stride(1)), count // len(out.slots)
-    args = HeadArgs(norm.gain if bias is None else bias, *gains, norm.eps, *out, keys, values, *strides, nodes)
+    args = HeadArgs(norm.gain if bias is None else bias, *gains, norm.eps, *out, keys, values, *strides)
     blocks = triton.cdiv(heads + 2 * kv_heads, tiles.block_n // 2 // half_block)
-    given = factor_args(rows, norm), args, count, scratch
+    given = factor_args(rows, norm), args, nodes, count, scratch
     heads_of = HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None)
     constants = {"HEADS": heads_of, "BIAS": bias is not None}
     _launch(kernels.qkv_product_kernel, "pairs", count, rows.scaled, weight, given, constants, shape, tiles, blocks)

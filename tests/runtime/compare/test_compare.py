@@ -110,6 +110,7 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
+@pytest.mark.slow
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
     target, head = model.target.model, write_head(tmp_path / "other", vocab=VOCAB)

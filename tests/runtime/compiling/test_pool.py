@@ -37,11 +37,12 @@ pool = CompilePool(90, 2)
 """
 
 
-def run(script: str, cache: Path, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(TESTS.parent)}
+def run(script: str, cache: Path, *flags: str, begin: str = BEGIN, **options: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.Popen(
-        [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
+        [sys.executable, *flags, "-c", begin + textwrap.dedent(script)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,9 +51,9 @@ def run(script: str, cache: Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def printed(script: str, cache: Path) -> tuple[Any, str]:
+def printed(script: str, cache: Path, *flags: str, begin: str = BEGIN) -> tuple[Any, str]:
     """What a script prints as JSON, and its standard error."""
-    out, err = run(script, cache).communicate(timeout=240)
+    out, err = run(script, cache, *flags, begin=begin).communicate(timeout=240)
     return json.loads(out.splitlines()[-1]), err
 
 
@@ -94,11 +95,112 @@ def test_what_was_recorded_is_compiled_and_nothing_launched(tmp_path: Path) -> N
     assert "compiled where" not in err
 
 
+def test_what_compiles_imports_no_library_for_it(tmp_path: Path) -> None:
+    """PyTorch and transformers take longer than most kernels, and all jobs wait while one is read."""
+    record = """
+    import pickle
+    from eagle_slim.runtime.drafter.launch_params import choose_launch
+    from eagle_slim.runtime.drafter.tuning import precompile, problem
+    from eagle_slim.runtime.settings import TreeConfig
+    from kernels.chips import KNOWN_CHIPS
+
+    dims = problem.MODELS["smollm2-135m"]
+    cfg = problem.draft_config(dims, 4096, TreeConfig(2, 4, 8), 1, 1024)
+    case = precompile.LaunchCase(dims, cfg, choose_launch(cfg, KNOWN_CHIPS[90]))
+    jobs |= dict.fromkeys(precompile.record_launch(case))
+    print(json.dumps([pickle.dumps(job).hex() for job in jobs]))
+    """
+    read = f"""
+    import json, pickle, sys
+    from eagle_slim.runtime.compiling import worker
+
+    worker.begin(90)
+    names = [pickle.loads(bytes.fromhex(job)).name for job in {printed(record, tmp_path)[0]!r}]
+    libraries = [name for name in ("torch._C", "transformers", "numpy") if name in sys.modules]
+    print(json.dumps([names, libraries]))
+    """
+    found, _ = printed(read, tmp_path, begin="")
+    assert found == [["_begin_prompt_kernel", "_list_active_kernel", "draft_kernel"], []]
+
+
+def test_kernels_are_shared_by_numbers_of_nodes(tmp_path: Path) -> None:
+    """Sixteen is a number that Triton would compile another kernel for."""
+    script = """
+    from eagle_slim.runtime.step.kernels.acceptance import commit_features, walk
+    from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
+    from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+    from eagle_slim.runtime.tree import Trees
+    from kernels.choosing import RULES, random_case
+
+    bf16 = {"dtype": torch.bfloat16}
+    keys = torch.zeros(2, 3, 64, 64, **bf16)
+    scratch = AttentionScratch.allocate(2, 16, [(9, 3, 64)], 64, keys.device)
+
+    def record(nodes, batch):
+        found = {}
+        with recording(found):
+            rows = ForwardRows.allocate(batch, nodes, state.lengths, is_path=True).attention
+            query, out = torch.zeros(batch * nodes, 960, **bf16), torch.zeros(batch * nodes, 576, **bf16)
+            tree_attention(query, keys, keys, rows, AttentionParams(0.125), out, scratch)
+            random_case(300, parents=[-1, *range(nodes - 1)], dtype=torch.bfloat16).choose(RULES["top-p"], tile=256)
+            commit_features(state, torch.zeros(16, 64), nodes, state.active_count, torch.zeros(2, 8, 64))
+        return {(job.name, job.key) for job in found}
+
+    def record_walk(batch):
+        found, trees = {}, Trees(state.active_slots, state.active_count, *[torch.zeros(2, 3, dtype=torch.int64)] * 3)
+        with recording(found):
+            walk(torch.zeros(batch, 3, dtype=torch.int32), trees, 3, state, state.active_count)
+        return [job.key for job in found]
+
+    several = record(3, 2)
+    others = [each for nodes, batch in ((2, 1), (16, 1)) for each in record(nodes, batch) - several]
+    print(json.dumps([len(several), others, record_walk(1) == record_walk(2)]))
+    """
+    found, _ = printed(script, tmp_path)
+    assert found == [12, [], True]
+
+
+def test_no_recording_begins_while_triton_makes_its_driver(tmp_path: Path) -> None:
+    """It would take the recorder's place, and launches that did nothing would be kept for the GPU."""
+    script = """
+    from threading import Thread
+    from eagle_slim.runtime.compiling.kernels import jobs as file
+
+    told = []
+    file.triton_key = lambda: (told.append("begun"), time.sleep(1), told.append("prepared"))
+    Thread(target=file.prepare).start()
+    while not told:
+        time.sleep(0.01)
+    with recording({}):
+        told.append("recorded")
+    print(json.dumps(told))
+    """
+    found, _ = printed(script, tmp_path)
+    assert found == ["begun", "prepared", "recorded"]
+
+
+def test_the_process_starts_early_where_nothing_is_compiled(tmp_path: Path) -> None:
+    """Else only when something is missing."""
+    script = """
+    pool.prepare()
+    early = pool._worker is not None
+    pool.submit(jobs)
+    again = CompilePool(90)
+    pool.wait(jobs)
+    again.prepare()
+    again.submit(jobs)
+    print(json.dumps([early, again._worker is not None]))
+    """
+    found, err = printed(script, tmp_path, "-Wdefault::ResourceWarning")
+    assert found == [True, False]
+    # It goes on for a while after the end of this one.
+    assert "ResourceWarning" not in err
+
+
 def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) -> None:
     script = """
-    pool.start()
-    os.kill(pool._worker.pid, 9)
     pool.submit(jobs)
+    os.kill(pool._worker.pid, 9)
     lost = pool.wait(jobs)
     more = {}
     with recording(more):
@@ -112,6 +214,7 @@ def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) ->
     assert "compiled where they are launched" in err
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     """Kernels are kept for as long as the process runs."""
     (tmp_path / "file").touch()
@@ -165,6 +268,7 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
         assert json.loads(out) == [True, [True, True]], err
 
 
+@pytest.mark.slow
 def test_a_script_is_not_run_again(tmp_path: Path) -> None:
     """Whatever it does where it is imported."""
     file = tmp_path / "script.py"

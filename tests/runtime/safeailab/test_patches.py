@@ -154,6 +154,7 @@ def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str
     assert passes + 1 < int(new_token) == ids.shape[1] - 21, "no draft was accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["stand-in eagle3", *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in ("llama eagle3", "qwen2 eagle"))]
 )

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.step import plan, shapes
+from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.step.decoders import Decoders
 from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
@@ -80,6 +82,28 @@ def test_a_call_may_change_its_tree_between_any_two_steps(tmp_path, monkeypatch,
     assert found.token_ids == [tokens[:num_new] for tokens in plain_text(is_sampled)]
     words = {None: "plain decoding", TREE: "24 nodes", CHAIN: "3 nodes", SHORT: "8 nodes"}
     assert all(words[shape] in found.stats.path for shape in ORDERS[order])
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    told: list[object] = []
+    run, rules_of = Decoder.timed_step, plan.CallRules.of
+
+    def timed_step(*given: Any) -> Any:
+        told.append("step")
+        return run(*given)
+
+    monkeypatch.setattr(Decoder, "is_compiled", lambda *_: is_compiled)
+    monkeypatch.setattr(Decoder, "timed_step", timed_step)
+    # As on a GPU, where a step is launched before the tokens of the one before are read.
+    monkeypatch.setattr(plan.CallRules, "of", lambda *given: replace(rules_of(*given), host_reason=None))
+    model = model_of_any_shape(tmp_path, monkeypatch, [None])
+    model.generate(
+        PROMPTS[0], max_new_tokens=2, ignore_eos=True, stopping_criteria=[lambda *_: bool(told.append("token"))]
+    )
+    assert told[:2] == (["step", "token"] if is_compiled else ["token", "step"])
 
 
 def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.ops import Ops
+from eagle_slim.runtime.ops import REHEARSES, Ops
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.fused import FusedTarget
@@ -100,6 +100,31 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
     target.forward(rows, cache, bufs)
     torch.testing.assert_close(bufs.logits[:7], torch.stack(wanted), rtol=1e-4, atol=2e-4)
     torch.testing.assert_close(bufs.features[:7], torch.stack(wanted_features), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_rehearsal_runs_each_kind_of_layer_once() -> None:
+    """What a kernel is compiled for: layers 1 and 2 are tapped after, and 3's weight lies where no vector load can."""
+    model: Any = tiny_target("llama", num_hidden_layers=7)
+    unaligned = model.model.layers[3].mlp.down_proj
+    flat = torch.zeros(unaligned.weight.numel() + 1)
+    unaligned.weight.data = flat[1:].view_as(unaligned.weight).copy_(unaligned.weight)
+    target, ran = FusedTarget(model, (2, 3), Ops(use_kernels=False)), []
+
+    class Noted(Ops):
+        def __call__(self, operation: Any) -> Any:
+            ran.append(operation.__name__)
+            return super().__call__(operation)
+
+    target.ops = Noted(use_kernels=False)
+    rows, bufs = ForwardRows.allocate(1, 1, torch.zeros(1, dtype=torch.int32)), target.new_buffers(1, 1, 1, 16)
+    cache = KVCache.allocate(target, 1, 16)
+    token = REHEARSES.set(True)
+    target.forward(rows, cache, bufs)
+    REHEARSES.reset(token)
+    assert ran.count("tree_attention") == 3
+    target.forward(rows, cache, bufs)
+    assert ran.count("tree_attention") == 3 + 7
 
 
 def test_weights_are_held_once_and_the_model_still_generates() -> None:
