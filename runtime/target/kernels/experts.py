@@ -33,7 +33,7 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "plain": (
         ProductTiles(64, 128, 16, 4, 4, ahead=256),
         ProductTiles(64, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 64, 64, 4, 4),
+        ProductTiles(128, 64, 64, 8, 3),
         ProductTiles(128, 64, 128, 8, 3),
     ),
     "fp8": (
