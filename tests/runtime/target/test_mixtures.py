@@ -60,6 +60,9 @@ class LoraExperts(nn.Module):
 
 def test_a_mixture_is_fused_and_reuses_prefixes(own: Any, model: SpeculativeModel) -> None:
     assert model.target.backend.name == "fused"
+    experts = 6 * 3 * 24 * 32 * 4  # bytes of a layer's, of which a token reads two of six
+    whole = sum(weight.nbytes for weight in (*own.model.layers.parameters(), own.lm_head.weight))
+    assert model.target.weight_bytes == whole - 4 * experts * 4 // 6
     for speculative in (True, False):
         assert answer(model, speculative=speculative) == own_answer(own)
     first = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
