@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import logging
 import os
 import tempfile
@@ -29,7 +28,6 @@ from triton.runtime.driver import driver
 logger = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.RLock()
 """Triton has one driver for all threads."""
-_DEVICES = itertools.count(-1, -1)
 
 
 def prepare() -> None:
@@ -82,22 +80,17 @@ class Job:
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _do_nothing(*_: object) -> None: ...
-
-
-_NO_KERNEL = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=_do_nothing, run=_do_nothing)
-
-
 class _Recorder:
     """Takes the place of Triton's driver, and of the threads to which it gives what is to be compiled.
 
-    The recording thread is on a device of its own, so that kernels compiled for other devices are recorded, too, and
-    no other launch finds those of the recording, which do nothing.
+    Recording threads are on a device of their own, so that kernels compiled for other devices are recorded, too, and
+    no other launch finds those of the recording.
     """
 
     def __init__(self, jobs: dict[Job, None]) -> None:
-        self._jobs, self._driver = jobs, driver.active
-        self._thread, self._device = threading.get_ident(), next(_DEVICES)
+        self.jobs, self._driver = jobs, driver.active
+        # Kernels of another GPU are others.
+        self._thread, self._device = threading.get_ident(), -self._driver.get_current_target().arch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)
@@ -111,11 +104,15 @@ class _Recorder:
         return 0 if device == self._device else int(self._driver.get_current_stream(device))
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
-        """Note what compiles a kernel; its launches do nothing."""
+        """Describe what compiles a kernel; its launches, here and in later recordings, note it and do nothing."""
         given = getclosurevars(compile_kernel).nonlocals
-        self._jobs[Job.of(given["src"], given["target"], given["options"], given["env_vars"])] = None
+        job = Job.of(given["src"], given["target"], given["options"], given["env_vars"])
+
+        def note(*_: object) -> None:
+            driver.active.jobs[job] = None
+
         future = Future[Any]()
-        future.set_result(_NO_KERNEL)
+        future.set_result(SimpleNamespace(function=None, packed_metadata=None, launch_metadata=note, run=note))
         return future
 
 

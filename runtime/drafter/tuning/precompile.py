@@ -41,8 +41,7 @@ def record_launch(case: LaunchCase) -> list[Job]:
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
     jobs: dict[Job, None] = {}
     with recording(jobs):
-        draft_kernel.warmup(
-            grid=(params.num_programs,),
+        draft_kernel[(params.num_programs,)](
             **kernel_arguments(cfg, features, packed, bufs),
             **kernel_constants(cfg, params, packed.draft_vocab),
             **compile_options(params),
