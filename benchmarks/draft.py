@@ -3,7 +3,8 @@
     python -m benchmarks.draft [--rows REGEX] [--out benchmarks/results/DATE-h200-draft.json]
 
 Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with top_k 10 and total_tokens 60, random
-weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
+weights in bf16, 4 newly accepted tokens per sequence; rows with a window (w4096) have no baseline. Variants,
+interleaved in one run:
 
     bf16, fp8           the persistent kernel, weights in bf16 and in e4m3, replayed from a CUDA graph
     B                   `TorchDraft` (cuBLAS, SDPA, torch.topk; fc and tree build too), one CUDA graph
@@ -68,6 +69,8 @@ class Row:
     depth: int
     batch: int
     prefix: int
+    window: int = 0
+    """Last tokens that a draft looks back on; 0 for all."""
 
     @property
     def tree(self) -> TreeConfig:
@@ -75,15 +78,22 @@ class Row:
         return TreeConfig(self.depth, TOP_K, TOTAL_TOKENS)
 
     @property
+    def seen(self) -> int:
+        """Tokens that a draft looks back on."""
+        return min(self.prefix, self.window or self.prefix)
+
+    @property
     def name(self) -> str:
         """Short name, as llama-3.1-8b/v32000/d5/b1/p512."""
-        return f"{self.model}/v{self.draft_vocab}/d{self.depth}/b{self.batch}/p{self.prefix}"
+        window = f"/w{self.window}" if self.window else ""
+        return f"{self.model}/v{self.draft_vocab}/d{self.depth}/b{self.batch}/p{self.prefix}{window}"
 
 
 def all_rows() -> list[Row]:
     """List the rows, the most wanted first; rows that share a compiled kernel are neighbours."""
     eight, vocabularies, prefixes = "llama-3.1-8b", (32000, 128256, 16000, 8192), (512, 8192)
     wanted = [Row(eight, 32000, 5, 1, prefix) for prefix in prefixes]
+    wanted += [Row(eight, 32000, 5, 1, 131072, 4096), Row(eight, 32000, 5, 1, 4096), Row(eight, 32000, 5, 1, 131072)]
     wanted += [Row(model, 32000, 5, 1, 512) for model in MODELS if model != eight]
     wanted += [Row("llama-3.2-1b", 128256, 5, 1, 512)]
     wanted += [
@@ -202,9 +212,10 @@ class TorchDraft:
 
 def drafter_of(head: HeadWeights, row: Row, weights: str) -> BufferedDrafter:
     """Build a drafter whose buffers hold the step of a row; ``head`` is over the whole vocabulary."""
-    head = head.of_rows(slice(row.draft_vocab))
+    head = head.of_rows(slice(row.draft_vocab)).with_window(row.window or None)
     packing = SharedPacking(head, weight_dtype=head.dtype if weights == "bf16" else WEIGHTS[weights])
-    drafter = Drafter(head, row.tree, "triton", packing).on_slots(row.batch, max(row.prefix, CAPACITY))
+    wanted, room = Drafter(head, row.tree, "triton", packing), (row.batch, max(row.prefix, CAPACITY))
+    drafter = wanted.on_slots(*room, wanted.allocate_cache(*room))
     features = random_step(drafter.cfg, row.prefix, NUM_NEW, drafter.bufs)
     drafter.features[:, : features.shape[1]] = features
     return drafter
@@ -249,25 +260,26 @@ def measure(head: HeadWeights, row: Row, bandwidth: float, rounds: int, record: 
         check_finished(bufs)
         if not all(map(torch.equal, vars(wanted).values(), vars(tree_of(bufs)).values())):
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
-        floors[name] = draft_bytes(drafter.cfg, [row.prefix] * row.batch) / bandwidth * 1e6
+        floors[name] = draft_bytes(drafter.cfg, [row.seen] * row.batch) / bandwidth * 1e6
 
     drafter = drafter_of(head, row, "bf16")
     cfg, bufs = drafter.cfg, drafter.bufs
-    baseline = TorchDraft(cfg, drafter.head, bufs, drafter.features)
-    agreement = judge_baseline(baseline, drafter)
-    checks["baseline"] = str(agreement)
-    faults += [f"baseline: {fault}" for fault in agreement.faults]
+    baseline = None if row.window else TorchDraft(cfg, drafter.head, bufs, drafter.features)
+    if baseline is not None:
+        agreement = judge_baseline(baseline, drafter)
+        checks["baseline"] = str(agreement)
+        faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {
         **asdict(row),
         "name": row.name,
         "checks": checks,
         "faults": faults,
         "level_bytes": level_bytes(cfg),
-        "draft_bytes": draft_bytes(cfg, [row.prefix] * row.batch),
+        "draft_bytes": draft_bytes(cfg, [row.seen] * row.batch),
         "floor_us": floors,
     }
     if not faults:
-        timed = {**runs, "B": record(baseline.run), "A": baseline.run}
+        timed = runs if baseline is None else {**runs, "B": record(baseline.run), "A": baseline.run}
         times = {name: sorted(samples) for name, samples in interleave(timed, head.device, rounds).items()}
         tenth = rounds // 10
         measured["times"] = {
@@ -277,7 +289,7 @@ def measure(head: HeadWeights, row: Row, bandwidth: float, rounds: int, record: 
         for name, floor in floors.items():
             own_us = median(times[name])
             measured[f"{name}_floor_share"] = floor / own_us
-            measured |= {f"{name}_vs_{other}": median(times[other]) / own_us for other in "AB"}
+            measured |= {f"{name}_vs_{other}": median(times[other]) / own_us for other in "AB" if other in times}
     return measured
 
 

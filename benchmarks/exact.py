@@ -2,6 +2,7 @@
 
     python -m benchmarks.exact [--tokens 200000] [--seconds 600] [--out benchmarks/results/DATE-h200-exact.json]
     python -m benchmarks.exact --changing --dims qwen2.5-0.5b --target-weights fp8
+    python -m benchmarks.exact --windows 0 64 1024 [--out benchmarks/results/DATE-h200-windows.json]
     python -m benchmarks.exact --seed 0 --episode 17     # one episode again, as a difference names it
     python -m benchmarks.exact --quality [--out benchmarks/results/DATE-h200-quality.json]
 
@@ -366,6 +367,9 @@ def parsed(argv: list[str] | None) -> tuple[Command, Namespace]:
     command.add_argument("--dims", choices=("smollm2-135m", "qwen2.5-0.5b", *EXPERTS), default="smollm2-135m")
     command.add_argument("--seed", type=whole_from(0), default=0)
     command.add_argument("--changing", action="store_true", help="only calls whose every step has another shape")
+    command.add_argument(
+        "--windows", type=whole_from(0), nargs="*", default=(), help="also draft from the last N tokens"
+    )
     command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
     command.add_argument("--quality", action="store_true", help="measure the divergence from float32 instead")
     command.add_argument("--target-weights", choices=("auto", "fp8"), default="auto")
@@ -381,7 +385,7 @@ def main(argv: list[str] | None = None) -> None:
     nodes = 16 if args.quality else 60
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "tree": TreeConfig(total_tokens=nodes)}
     model = SpeculativeModel.from_pretrained(**options, target_weights=args.target_weights, max_model_len=LONG)
-    named = {"dims": args.dims, "target_weights": args.target_weights, "changing": args.changing}
+    named = {name: getattr(args, name) for name in ("dims", "target_weights", "changing", "windows")}
     tokenizer, result = model.tokenizer, {"machine": machine(device), **named}
     assert tokenizer is not None
     text = tokenizer(read_text(), add_special_tokens=False)["input_ids"]
@@ -397,6 +401,7 @@ def main(argv: list[str] | None = None) -> None:
         weights = "fp8" if args.target_weights == "fp8" else "bf16"
         layers = MIXTURE_LAYERS if args.dims in EXPERTS else None
         models = {"full": guessable_model(args.dims, device, tokenizer, weights, layers, max_model_len=LONG)}
+    models |= {f"{rows}, window {n},": each.with_draft_window(n) for rows, each in models.items() for n in args.windows}
     pool = Pool(models["full"], read_chats(model), text, args.seed, NUM_QUESTIONS)
     fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)
 

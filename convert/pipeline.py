@@ -27,6 +27,7 @@ from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
 from .errors import MismatchError
+from .heads.config import position_warnings
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
@@ -279,6 +280,8 @@ def _manifest(
         tokenizer = {**hashes, "vocab_size": loaded.vocab_size, "tokens": len(loaded.real_ids)}
     elif ranked is not None and ranking is not None and options.vocabulary.is_default:
         tokenizer = ranked.tokenizer
+    if inputs.target is not None:
+        warnings += position_warnings(head.config, inputs.target.config)
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:

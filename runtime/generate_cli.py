@@ -39,6 +39,12 @@ Examples:
     callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
     help="Draft over the best N ids only; `full`, the default, is all of the head's.",
 )
+@click.option(
+    "--draft-window",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Draft from the last N tokens only; 0: from all. Default: what the head was trained on, by its config.json.",
+)
 @no_follow_option
 @click.option("--prompt", metavar="TEXT", help="Answer this and exit. Default: the text on stdin, or a chat.")
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
@@ -72,7 +78,7 @@ def generate(prompt: str | None, system: str | None, raw: bool, check: bool, as_
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
     depth, top_k, total_tokens = (options.pop(name) for name in ("depth", "draft_top_k", "total_tokens"))
     tree = TreeConfig.of(depth, top_k, total_tokens)
-    (model,) = load_heads(options, tree=tree, draft_vocab=options.pop("draft_vocab"))
+    (model,) = load_heads(options, tree=tree, **{name: options.pop(name) for name in ("draft_vocab", "draft_window")})
     # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
     if total_tokens is None and not (check and model.target.device.type == "cuda"):
         model = model.with_tree(None)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from eagle_slim.convert.heads.artifact import Artifact
+from eagle_slim.convert.heads.config import default_window, sliding_window
 from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
@@ -115,6 +116,7 @@ class SpeculativeModel:
         target_weights: str = "auto",
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
+        draft_window: int | None = None,
         revision: str | None = None,
         head_revision: str | None = None,
         offline: bool = False,
@@ -124,7 +126,7 @@ class SpeculativeModel:
         Args:
             target: as in `open_target`, or what that returned; None takes the one that the head names.
             head: as in `open_head`, or what that returned.
-            draft_vocab, tree, drafter, draft_weights, max_model_len: as in `pair`.
+            draft_vocab, tree, drafter, draft_weights, max_model_len, draft_window: as in `pair`.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
                 instructions for it (`dtype_on_cpu`).
             device: None is the first GPU, else the CPU.
@@ -165,6 +167,7 @@ class SpeculativeModel:
             draft_weights=draft_weights,
             tokenizer=tokenizer,
             max_model_len=max_model_len,
+            draft_window=draft_window,
         )
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
@@ -192,6 +195,20 @@ class SpeculativeModel:
             return self._with_drafter(self.drafter, is_tree_sized=True)
         shaped = self.drafter.like(self.drafter.weights, check_tree(tree))
         return self._with_drafter(shaped, is_tree_sized=False)
+
+    def with_draft_window(self, draft_window: int | None) -> SpeculativeModel:
+        """Return a model whose drafts look back on other tokens, as in `pair`; everything loaded is shared.
+
+        Raises `UsageError` for a number below 0.
+        """
+        own = None if self.opened is None else sliding_window(self.opened.head.config)
+        weights = self.drafter.weights.with_window(self._window_of(draft_window), own)
+        return self._with_drafter(self.drafter.like(weights, self.drafter.tree), self.is_tree_sized)
+
+    def _window_of(self, draft_window: int | None) -> int | None:
+        if draft_window is not None:
+            return read_count("draft_window", draft_window, 0) or None
+        return None if self.opened is None else default_window(self.opened.head.config, self.target.max_positions)
 
     def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
@@ -234,8 +251,17 @@ class SpeculativeModel:
 
     @cached_property
     def drafting(self) -> str:
-        """The drafter and its weights in words."""
-        return f"drafter {self.drafter.name}, {self.draft_weights} weights"
+        """The drafter, its weights and its window in words."""
+        window, words = self.draft_window, f"drafter {self.drafter.name}, {self.draft_weights} weights"
+        if window is None:
+            return words
+        reason = "by the head's config.json" if window == self._window_of(None) else "asked for"
+        return f"{words}, the last {window:,} tokens ({reason})"
+
+    @property
+    def draft_window(self) -> int | None:
+        """Most tokens of the context that a draft looks back on; None for all."""
+        return self.drafter.weights.sliding_window
 
     @property
     def device(self) -> torch.device:
@@ -453,6 +479,7 @@ def pair(
     draft_weights: str = "auto",
     tokenizer: Any | None = None,
     max_model_len: int | None = None,
+    draft_window: int | None = None,
 ) -> SpeculativeModel:
     """Check that a head and a target belong together, load their weights, and build the model.
 
@@ -469,6 +496,8 @@ def pair(
             the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
         tokenizer: instead of the target's own, or for a loaded one.
         max_model_len: most tokens of prompt and answer together; None is the model's own limit.
+        draft_window: most tokens of the context that a draft looks back on, and the drafter's cache holds; 0 for all.
+            None: the head's own window, or its ``max_position_embeddings`` where that is at most half the target's.
 
     Raises `PairingError` for what does not belong together, before weights are loaded; `TargetError` and
     `UnsupportedModelError` for a target that cannot be loaded or cannot verify trees; `UsageError` and `DrafterError`
@@ -482,6 +511,8 @@ def pair(
         read_tokenizer(tokenizer)
     if max_model_len is not None:
         read_count("max_model_len", max_model_len, 1)
+    if draft_window is not None:
+        read_count("draft_window", draft_window, 0)
     check_drafter(drafter, target.device)
     check_draft_weights(draft_weights, drafter, target.device, target.dtype)
     draft_ids = head.choose(draft_vocab)
@@ -506,7 +537,8 @@ def pair(
     # Packed in rank order, so that smaller vocabularies find their rows in it.
     order = _rank_rows(head, draft_ids, draft_vocab, weights.device)
     built = choose_drafter(drafter, weights, shape, draft_weights, order)
-    return SpeculativeModel(wrapped, built, tokenizer or loaded, max_model_len, head, tokenizer_hash, tree is None)
+    model = SpeculativeModel(wrapped, built, tokenizer or loaded, max_model_len, head, tokenizer_hash, tree is None)
+    return model if draft_window is None else model.with_draft_window(draft_window)
 
 
 def _rank_rows(

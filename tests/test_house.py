@@ -31,7 +31,7 @@ NO_VERBS = re.compile(
 )
 # Names that users know from transformers, and the signature of SafeAILab's own function.
 PARAMETERS = {
-    "runtime/model.py: SpeculativeModel.from_pretrained": 14,
+    "runtime/model.py: SpeculativeModel.from_pretrained": 15,
     "runtime/safeailab/step.py: StepPatch.update_inference_inputs": 12,
 }
 IMPORT_NAMES = {"pyyaml": "yaml"}

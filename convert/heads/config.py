@@ -28,7 +28,7 @@ _OTHER_FORM_FLAGS = ("projector_type", "conv_kernel_size", "selector_rank")
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
 _WIDTHS = ("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size")
 _COUNTS = ("target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers")
-SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS)
+SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS, "draft_window_size")
 
 # Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, each
 # with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
@@ -303,6 +303,32 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     """
     types = config.get("layer_types")
     return config["sliding_window"] if isinstance(types, list) and types[:1] == [_SLIDING] else None
+
+
+def default_window(config: Mapping[str, Any], target_positions: int | None) -> int | None:
+    """Read the tokens that drafts of a head look back on: its window, or the length of the texts it was trained on.
+
+    That is `draft_window_size`, or a `max_position_embeddings` of at most half the target's: after longer ones hardly
+    any draft is accepted. None for all tokens.
+    """
+    window, trained = sliding_window(config) or config.get("draft_window_size"), config.get("max_position_embeddings")
+    if not window and trained and target_positions and 2 * trained <= target_positions:
+        window = trained
+    return int(window) if window else None
+
+
+def position_warnings(config: Mapping[str, Any], target: Mapping[str, Any]) -> list[str]:
+    """Warn of a `max_position_embeddings` of at most a quarter of the target's, and say what to do."""
+    name = "max_position_embeddings"
+    own, targets = config.get(name), target.get(name)
+    if not (own and type(targets) is int and 4 * own <= targets) or sliding_window(config) is not None:
+        return []
+    return [
+        f"{name} is {own}, the target's {targets}: after longer texts engines accept hardly any draft. Correct it in "
+        "the head's config.json if a script left it there; else serve with a window: SGLang "
+        f"--speculative-draft-window-size {own}, vLLM Ascend --additional-config '{{\"draft_window_size\": {own}}}'. "
+        "This runtime takes one by itself"
+    ]
 
 
 def quantisation(config: Any) -> str | None:

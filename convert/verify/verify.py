@@ -19,6 +19,7 @@ from .. import names
 from ..artifact.manifest import Manifest
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
+from ..heads.config import position_warnings
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
 from ..heads.taps import with_tap_layers
@@ -149,6 +150,9 @@ class _SourceChecks:
         sizes = {key: found.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
         others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
         problems = [f"the manifest records {key} {recorded[key]}, it is {sizes[key]}" for key in others]
+        doubts = position_warnings(parts.head.config, found.config)
+        if doubts and not problems:
+            return "warning", "; ".join(doubts)
         return settled(f"{found.name}: widths, vocabulary and tap layers fit", *problems)
 
     def _check_tensors(self, parts: ArtifactParts) -> Outcome:

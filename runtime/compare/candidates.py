@@ -1,9 +1,9 @@
-"""List the candidates of a comparison: every head over every draft vocabulary with every tree, and plain decoding."""
+"""List the candidates of a comparison: heads over draft vocabularies with trees and windows, and plain decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Candidate:
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens; zeros where each step chooses its tree."""
+    draft_window: int | None = None
+    """Tokens that drafts look back on; None for all."""
 
     @property
     def is_plain(self) -> bool:
@@ -42,7 +44,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return what identifies it as plain values."""
-        names = ("size", "draft_vocab", "draft_bytes", "head")
+        names = ("size", "draft_vocab", "draft_bytes", "head", "draft_window")
         tree = dict(zip(("depth", "top_k", "total_tokens"), self.tree, strict=True))
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
@@ -60,12 +62,16 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
     candidates = []
     for name, model in zip(names, models, strict=True):
         prefix = f"{name}: " if len(models) > 1 else ""
-        for cut, tree in product(_cut(model, options), options.trees or [model.drafter.tree]):
-            shaped, size = cut.with_tree(tree), _words(cut.draft_vocab, model)
-            drafter = shaped.drafter
-            shape = (0, 0, 0) if tree is None else (tree.depth, tree.top_k, tree.total_tokens)
-            each = Candidate("", size, shaped, cut.draft_vocab, drafter.draft_bytes, name, shape)
-            suffix = f", tree {each.tree_words}" if len(options.trees or ()) > 1 else ""
+        trees, seen = options.trees or [model.drafter.tree], [model.draft_window]
+        if options.windows is not None:
+            seen = [model.with_draft_window(window).draft_window for window in options.windows]
+        windows = dict.fromkeys(seen)
+        for cut, tree, window in product(_cut(model, options), trees, windows):
+            shaped, size = cut.with_tree(tree).with_draft_window(window or 0), _words(cut.draft_vocab, model)
+            shape = (0, 0, 0) if tree is None else astuple(tree)
+            each = Candidate("", size, shaped, cut.draft_vocab, shaped.drafter.draft_bytes, name, shape, window)
+            suffix = f", tree {each.tree_words}" if len(trees) > 1 else ""
+            suffix += f", window {'all' if window is None else f'{window:,}'}" if len(windows) > 1 else ""
             candidates.append(replace(each, label=f"{prefix}{size}{suffix}"))
     return candidates
 

@@ -65,6 +65,13 @@ Examples:
     help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.",
 )
 @click.option(
+    "--draft-window",
+    "windows",
+    metavar="W,W,...",
+    callback=_list_of(lambda text: None if text == "auto" else int(text), "auto,0,2048"),
+    help="Tokens that drafts look back on: 0 all, auto what the head was trained on. Default: auto.",
+)
+@click.option(
     "--prompts",
     "prompt_file",
     required=True,

@@ -21,12 +21,14 @@ class CompareOptions:
 
     ``sizes``: numbers of rows, in the order of the head's own ranking, or "full" for all that it has; None is "full"
     and the powers of two from 32,768 to 2,048 that a head can be cut to. ``trees``: shapes of which None is the choice
-    by step; None for that of the models. ``sampling``: of the mode "sampled". ``batches``: prompts answered at a time;
+    by step; None for that of the models. ``windows``: tokens that drafts look back on, 0 for all, None for the head's
+    own; without any, the models'. ``sampling``: of the mode "sampled". ``batches``: prompts answered at a time;
     the last group is filled up from the beginning. ``partial_verification``: as in `SpeculativeModel.generate`.
     """
 
     sizes: Sequence[int | Literal["full"]] | None = None
     trees: Sequence[TreeConfig | None] | None = None
+    windows: Sequence[int | None] | None = None
     modes: Sequence[str] = MODES
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)
@@ -34,7 +36,7 @@ class CompareOptions:
     partial_verification: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "trees", "modes", "batches"):
+        for name in ("sizes", "trees", "windows", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):
                 raise misfit(name, "one value or more, each once", values)

@@ -118,6 +118,7 @@ class Measurement:
             "drafter": model.drafter.name,
             "draft_weights": model.draft_weights,
             "trees": list(dict.fromkeys(candidate.tree_words for candidate in drafted)),
+            "draft_windows": list(dict.fromkeys(candidate.draft_window for candidate in drafted)),
             "num_prompts": len(self.prompts),
             "modes": {mode: options.generation(mode) for mode in options.modes},
             "max_new_tokens": options.max_new_tokens,

@@ -57,7 +57,7 @@ class Buffers:
 
         active_slots   [1, 3, -1, -1]     active_inverse  [-1, 0, -1, 1]     active_count  [2]
 
-    State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
+    State: ``keys``, ``values`` [slots, kv_heads, cache_rows, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
     the kernel's own. `buffer_layout` says the shape and type of each; all are contiguous.
     """
 
@@ -192,7 +192,7 @@ class Buffers:
 
 def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
     """Return the shape of a KV cache's keys, which is that of its values."""
-    return cfg.num_slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim
+    return cfg.num_slots, cfg.num_kv_heads, cfg.cache_rows, cfg.head_dim
 
 
 def buffer_layout(cfg: DrafterConfig, tree: TreeConfig | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -27,6 +27,8 @@ ACTIVATIONS = {
     "gelu_python_tanh": "gelu_tanh",
 }
 """Activations of the persistent drafter, by their names in `transformers.activations.ACT2FN`."""
+WINDOW_MARGIN = 256
+"""Pairs that a cache of the window alone holds before the window, and has places for behind the newest."""
 
 
 @explain_fields
@@ -35,12 +37,12 @@ class DrafterConfig:
     """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
 
     ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;
-    ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV
-    cache per slot, the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
+    ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` of a sequence,
+    the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
     ``weight_dtype`` the same or float8_e4m3fn. ``activation`` is one of the values of `ACTIVATIONS`; the options of
     EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
-    one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` for
-    dimensions that do not fit each other; the kernel's own limits are those of `check_kernel_limits`.
+    one a tap for ``fc_norm``) are those of `HeadWeights`, and so are ``sliding_window`` and ``window_sinks``. Raises
+    `UsageError` for dimensions that do not fit each other; the kernel's own limits are those of `check_kernel_limits`.
     """
 
     kind: str
@@ -72,6 +74,9 @@ class DrafterConfig:
     norm_output: bool = False
     tap_norms: int = 0
     sliding_window: int | None = None
+    window_sinks: int = 0
+    holds_window: bool = False
+    """Whether the KV cache holds what the window needs alone: `reference.cache_row` says where."""
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
@@ -108,7 +113,13 @@ class DrafterConfig:
     @classmethod
     @explain_unknown({})
     def of(
-        cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
+        cls,
+        head: HeadWeights,
+        tree: TreeConfig,
+        num_slots: int,
+        capacity: int,
+        weight_dtype: torch.dtype | None = None,
+        holds_window: bool = False,
     ) -> DrafterConfig:
         """Read a head's dimensions; ``capacity`` tokens per slot, with room for the tree added."""
         return cls(
@@ -118,6 +129,7 @@ class DrafterConfig:
             num_slots=num_slots,
             max_positions=capacity + tree.depth * tree.top_k,
             weight_dtype=weight_dtype or head.dtype,
+            holds_window=holds_window,
         )
 
     @property
@@ -141,6 +153,23 @@ class DrafterConfig:
     def num_tokens(self) -> int:
         """Tokens of a sequence that the cache has room for, beside a tree and the new tokens of a step."""
         return max(1, self.max_positions - self.tree_rows - self.tree.new_tokens_width)
+
+    @property
+    def cache_rows(self) -> int:
+        """Rows of the KV cache per slot."""
+        if self.held_pairs is None:
+            return self.max_positions
+        ahead = self.tree_rows + self.tree.new_tokens_width + WINDOW_MARGIN
+        return min(self.max_positions, self.held_pairs + ahead)
+
+    @property
+    def held_pairs(self) -> int | None:
+        """Last pairs of a sequence that the KV cache surely holds; None for all."""
+        return (
+            self.window_sinks + self.sliding_window + WINDOW_MARGIN
+            if self.holds_window and self.sliding_window
+            else None
+        )
 
     @property
     def has_fp8(self) -> bool:
@@ -227,7 +256,7 @@ def head_dimensions(head: HeadWeights) -> dict[str, Any]:
     w, is_eagle3 = head.tensors, head.kind == "eagle3"
     has_fc = not is_eagle3 or head.feature_width != head.hidden
     same = ("kind", "hidden", "num_heads", "num_kv_heads", "head_dim", "feature_width")
-    return {name: getattr(head, name) for name in (*same, "norm_eps", "dtype", "sliding_window")} | {
+    return {name: getattr(head, name) for name in (*same, "norm_eps", "dtype", "sliding_window", "window_sinks")} | {
         "intermediate": w["mlp.gate_proj.weight"].shape[0],
         "target_vocab": head.embedding.shape[0],
         "has_fc": has_fc,

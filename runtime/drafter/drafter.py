@@ -99,8 +99,8 @@ class Drafter:
         return replace(self, weights=weights, tree=tree, packing=packing)
 
     def allocate_cache(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Allocate keys and values for drafters of trees of this depth and top_k."""
-        cfg = self._config(num_slots, capacity)
+        """Allocate keys and values for drafters of trees of this depth and top_k: of a head's window, no more."""
+        cfg = self._config(num_slots, capacity, holds_window=True)
         keys = torch.zeros(cache_shape(cfg), dtype=cfg.dtype, device=self.weights.device)
         return keys, torch.zeros_like(keys)
 
@@ -110,11 +110,18 @@ class Drafter:
         ``cache``: keys and values that other drafters of the head use too, for as many slots or more, as
         `allocate_cache` makes them. Raises as `DrafterConfig.of` and `Weights.pack`.
         """
-        return BufferedDrafter(self, self._config(num_slots, capacity), cache)
+        return BufferedDrafter(self, self._config(num_slots, capacity, cache is not None), cache)
 
-    def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
+    def _config(self, num_slots: int, capacity: int, holds_window: bool = False) -> DrafterConfig:
         num_tokens = capacity + self.tree.new_tokens_width
-        return DrafterConfig.of(self.weights, self.tree, num_slots, num_tokens, self.stored_dtype)
+        return DrafterConfig.of(
+            self.weights,
+            self.tree,
+            num_slots,
+            num_tokens,
+            self.stored_dtype,
+            holds_window and not callable(self.backend),
+        )
 
 
 class BufferedDrafter:

@@ -40,7 +40,7 @@ from .kernels.row_operands import RowShape
 from .kernels.tree_build import TreeBounds, TreeOutputs
 from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
-from .reference import draft_ref, fuse_features
+from .reference import cache_row, draft_ref, fuse_features
 from .weights import HeadWeights
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape
 
@@ -173,8 +173,8 @@ def write_pairs(
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
 
     A head has one layer, so a pair's key depends on the pair alone. ``features`` [pairs, feature_width] of the head's
-    type; ``tokens`` [pairs] the token after each; ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the
-    cache, -1 for none; ``slots`` int32 [1]. Waits for nothing with kernels.
+    type; ``tokens`` [pairs] the token after each; ``positions``, ``rows`` int32 [pairs]: RoPE position, and position to
+    cache it at, -1 for none; ``slots`` int32 [1]. Waits for nothing with kernels.
     """
     ops, w, hidden = Ops.for_device(head.device), head.tensors, head.hidden
     embedded = torch.index_select(head.embedding, 0, tokens)
@@ -186,6 +186,11 @@ def write_pairs(
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
     keys, values = bufs.keys, bufs.values
+    if (num_rows := keys.shape[2]) < bufs.cfg.max_positions:
+        last = rows.view(len(slots), -1).amax(1, keepdim=True).expand(len(slots), len(rows) // len(slots)).flatten()
+        # Of two positions with one row the later one stays.
+        is_kept = (rows > last - (num_rows - head.window_sinks)) | (rows < head.window_sinks)
+        rows = torch.where(is_kept & (rows >= 0), cache_row(rows, num_rows, head.window_sinks), -1)
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, bufs.tables, positions, slots, rows, keys, values
     )

@@ -20,6 +20,7 @@ What was computed for accepted tokens stays in the cache; each pass computes its
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -159,11 +160,11 @@ class ReferenceDraft:
         key = apply_rotary(self._heads(inputs, "k", head.num_kv_heads), cos, sin)
         rows = self.lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=tokens.device)
         self._write(rows, key, self._heads(inputs, "v", head.num_kv_heads), is_cached)
-        length = int(self.lengths.max()) + num_rows
-        keys, values = (read_rows(each, self.slots, length, self.are_first) for each in (self.keys, self.values))
-        mask = tree_attention_mask(
-            self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
-        )
+        newest = positions if is_cached is None else positions.masked_fill(~is_cached, 0)
+        keys, values, lengths = self._seen(num_rows, self.lengths + newest.amax(1))
+        mask = tree_attention_mask(lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions)
+        column = torch.arange(keys.shape[2], device=tokens.device)
+        mask = mask | ((column < head.window_sinks) & (column < lengths[:, None]))[:, None, None]
         attended = masked_attention(query, keys, values, mask, AttentionParams(head.head_dim**-0.5))
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
@@ -175,9 +176,31 @@ class ReferenceDraft:
     def _write(self, rows: Tensor, key: Tensor, value: Tensor, is_cached: Tensor | None) -> None:
         """Store ``key``, ``value`` [active, kv_heads, nodes, head_dim] at ``rows`` int64 [active, nodes]."""
         kept = torch.ones_like(rows, dtype=torch.bool) if is_cached is None else is_cached
-        slots = self.slots[:, None].expand_as(rows)[kept]
+        slots, kept_rows = (
+            self.slots[:, None].expand_as(rows)[kept],
+            cache_row(rows[kept], self.keys.shape[2], self.head.window_sinks),
+        )
         for cache, new in ((self.keys, key), (self.values, value)):
-            cache[slots, :, rows[kept]] = new.transpose(1, 2)[kept]
+            cache[slots, :, kept_rows] = new.transpose(1, 2)[kept]
+
+    def _seen(self, num_rows: int, newest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Read keys and values [active, kv_heads, length, head_dim] of the prefix and of ``num_rows`` rows after it.
+
+        The last result are the prefixes' lengths in them: what lies before the window of queries at ``newest`` int64
+        [active] is left out, but for the sinks, which are turned on to lie right before it.
+        """
+        window, sinks, length = self.head.sliding_window, self.head.window_sinks, int(self.lengths.max()) + num_rows
+        if window is None or length <= window:
+            read = partial(read_rows, slots=self.slots, length=length, are_first=self.are_first)
+            return read(self.keys), read(self.values), self.lengths
+        gap = (newest - window + 1 - sinks).clamp(min=0)
+        column = torch.arange(sinks + window + num_rows, device=gap.device)
+        position = column + torch.where(column < sinks, 0, gap[:, None])
+        rows = cache_row(position, self.keys.shape[2], sinks)
+        keys, values = (each[self.slots[:, None], :, rows].transpose(1, 2) for each in (self.keys, self.values))
+        cos, sin = (each[:, None] / self.head.rotary.scaling for each in self.head.rotary.at(gap))
+        keys[:, :, :sinks] = apply_rotary(keys[:, :, :sinks], cos, sin)
+        return keys, values, self.lengths - gap
 
     def _mlp(self, inputs: Tensor, projection: str) -> Tensor:
         w, name = self.head.tensors, f"mlp.{projection}_proj"
@@ -209,6 +232,11 @@ class ReferenceDraft:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.head.norm_eps)
+
+
+def cache_row(position: Tensor, num_rows: int, sinks: int) -> Tensor:
+    """Return the cache's rows of positions: behind the last row it begins anew, after the sinks'."""
+    return torch.where(position < num_rows, position, sinks + (position - sinks) % (num_rows - sinks))
 
 
 def fuse_features(head: HeadWeights, features: Tensor) -> Tensor:

@@ -133,6 +133,7 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> DraftAttentionS
         padded_slots(cfg),
         params.part_keys,
         window=cfg.sliding_window or 0,
+        sinks=cfg.window_sinks,
         head_norms=cfg.has_head_norms,
         norm_eps=cfg.norm_eps,
     )

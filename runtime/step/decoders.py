@@ -8,7 +8,8 @@ token; an edited history shares less, and an unrelated prompt nothing::
     kept     a b c d e f g          prompt   a b c d e f X
     rows     a b c d e f            reused   a b c d e          run   f X
 
-The last shared token is run again, as its feature pairs with the token after it.
+The last shared token is run again, as its feature pairs with the token after it. Of a drafter with a window the slot
+holds the last pairs alone: where the window of a shorter prompt begins before them, its tokens are run again, too.
 """
 
 from __future__ import annotations
@@ -48,21 +49,32 @@ def capacity_for(rows: int) -> int:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """A finished sequence in a slot: rows of all ``tokens`` but the last, and ``num_pairs`` pairs of the drafter."""
+    """A finished sequence in a slot: rows of all ``tokens`` but the last, and ``num_pairs`` pairs of the drafter.
+
+    Pairs before ``first_pair`` are not held any more.
+    """
 
     tokens: tuple[int, ...] = ()
     num_pairs: int = 0
+    first_pair: int = 0
 
-    def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
-        """Count the first tokens of a prompt that need not be run: shared ones that have a row, but for the last."""
+    def num_shared(self, prompt: Sequence[int], is_drafted: bool, window: int = 0) -> int:
+        """Count the first tokens of a prompt that need not be run: shared ones that have a row, but for the last.
+
+        ``window``: of the drafter, whose pairs must be there.
+        """
         longest = min(len(self.tokens) - 1, len(prompt))
         common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), longest)
         shared = min(longest, common) - 1
-        return max(0, min(shared, self.num_pairs) if is_drafted else shared)
+        if is_drafted:
+            shared = min(shared, self.num_pairs)
+            if self.first_pair > max(0, shared - window):
+                shared -= window
+        return max(0, shared)
 
     def cut(self, prompt: Sequence[int], shared: int) -> KeptRows:
         """Return the rows that stay valid after reusing ``shared`` tokens (`num_shared`)."""
-        return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, shared))
+        return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, shared), min(self.first_pair, shared))
 
 
 class Decoders:
@@ -241,15 +253,19 @@ class Decoders:
 
 
 def match_slots(
-    prompts: Sequence[Sequence[int]], kept: Sequence[KeptRows], free: Sequence[int], is_drafted: bool
+    prompts: Sequence[Sequence[int]],
+    kept: Sequence[KeptRows],
+    free: Sequence[int],
+    is_drafted: bool,
+    window: int | None = None,
 ) -> list[tuple[int, int]]:
     """Give each prompt a free slot, those first that share most with it: (slot, shared tokens) by prompt.
 
-    There must be as many free slots as prompts, or more.
+    ``window``: of the drafter. There must be as many free slots as prompts, or more.
     """
     matches: dict[int, tuple[int, int]] = {}
     shared = {
-        (index, slot): kept[slot].num_shared(prompt, is_drafted)
+        (index, slot): kept[slot].num_shared(prompt, is_drafted, window or 0)
         for index, prompt in enumerate(prompts)
         for slot in free
     }

@@ -185,7 +185,13 @@ class Graphs:
                     with recording(jobs):
                         run()
                     self._compiler.submit(jobs)
-        return all(self._compiler.are_done(self._jobs.get((rules, key), ())) for key in groups)
+        for key in groups.keys() - self._kept_for(rules).keys():
+            jobs = self._jobs.get((rules, key))
+            if jobs and not self._compiler.are_done(jobs):
+                return False
+            # Once they are there, nobody asks again.
+            self._jobs[rules, key] = {}
+        return True
 
     def compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
         """Compile what groups launch, side by side, and wait for it."""

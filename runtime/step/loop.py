@@ -130,7 +130,8 @@ class GenerationLoop:
         entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
         kept = self.decoders.kept if self.plan.reuse_prefix else [KeptRows()] * self.num_slots
         prompts = [state.prompt_ids for state in entering]
-        matches = match_slots(prompts, kept, free, self.plan.is_drafted)
+        window = self.decoders.drafter.weights.sliding_window
+        matches = match_slots(prompts, kept, free, self.plan.is_drafted, window)
         for state, (slot, shared) in zip(entering, matches, strict=True):
             self.running[slot], state.num_reused = state, shared
             with self.timer.phase("prefill"):
@@ -273,12 +274,15 @@ class GenerationLoop:
             state.num_cut_tokens += accepted - delivered
         if not is_done:
             return
-        pairs = self.decoders.kept[slot].num_pairs
+        before, held = self.decoders.kept[slot], self.decoder.drafts.held_pairs
+        pairs, first_pair = before.num_pairs, before.first_pair
+        if held is not None:
+            first_pair = max(first_pair, len(prompt) + len(state.token_ids) - held)
         if self.plan.is_drafted:
             # Pairs that are surely cached: a draft takes all before it, plain steps let a buffer full of them wait.
             waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]
             pairs = max(0, len(prompt) + num_before - waiting)
-        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs)
+        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs, first_pair)
         if ended == RUNNING:
             self.decoder.stop_slot(slot)
         if self.running.get(slot) is state:

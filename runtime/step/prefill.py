@@ -34,8 +34,8 @@ class Prefill:
     def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
         """Run ``num_tokens`` of the prompt, its last ones, and choose its first new token."""
         self._ops(begin_prompt)(self._slots.box, self._slots.state)
-        for nodes in self._sizes(num_tokens):
-            self._graphs.run(("chunk", nodes), rules, self._phases(nodes, rules, host))
+        for nodes, is_seen in self._sizes(num_tokens):
+            self._graphs.run(("chunk", nodes, is_seen), rules, self._phases(nodes, is_seen, rules, host))
         self._ops(list_active)(self._slots.state)
         if self._drafts.prompt_queries is not None:
             self._drafts.enter(self._slots.box.numbers[:1])
@@ -43,21 +43,27 @@ class Prefill:
     def groups(self, rules: ChoiceRules, num_tokens: Iterable[int] | None = None) -> dict[GraphKey, Phase]:
         """Return the chunks of prompts of as many tokens, or all that there are, grouped into graphs."""
         groups: dict[GraphKey, Phase] = {}
-        asked = self._chunk_rows if num_tokens is None else num_tokens
-        for nodes in sorted({nodes for each in asked for nodes in self._sizes(each)}):
-            groups |= group_phases(("chunk", nodes), self._phases(nodes, rules, None))
+        rows = self._chunk_rows
+        num_tokens = num_tokens or (*rows, 2 * rows[-1] + (self._drafts.held_pairs or 0))
+        for nodes, is_seen in sorted({chunk for each in num_tokens for chunk in self._sizes(each)}):
+            groups |= group_phases(("chunk", nodes, is_seen), self._phases(nodes, is_seen, rules, None))
         return groups
 
-    def _sizes(self, num_tokens: int) -> Iterator[int]:
-        """Cut a prompt into chunks; the last may have more rows than are left."""
-        left = num_tokens
+    def _sizes(self, num_tokens: int) -> Iterator[tuple[int, bool]]:
+        """Cut a prompt into chunks; the last may have more rows than are left.
+
+        Each comes with whether the drafter keeps its pairs: those between the sinks and the window it never reads.
+        """
+        left, held, drafter = num_tokens, self._drafts.held_pairs, self._drafts.drafter
+        has_sinks = drafter is not None and drafter.cfg.window_sinks > 0
         while left > 0:
             chunk = next((chunk for chunk in self._chunk_rows if chunk >= left), self._chunk_rows[-1])
             nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
-            yield nodes
+            is_first = left == num_tokens
             left -= nodes
+            yield nodes, held is None or left < held or (is_first and has_sinks)
 
-    def _phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
+    def _phases(self, nodes: int, is_seen: bool, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """Return the phases of a chunk; the last chunk chooses the first new token."""
         ops, slots, drafts = self._ops, self._slots, self._drafts
         entering, drafter = slots.entering, drafts.drafter
@@ -69,7 +75,7 @@ class Prefill:
             slots.target.forward(rows.forward, slots.cache, bufs, rows.last_row)
 
         def prefill() -> None:
-            if drafter is not None:
+            if drafter is not None and is_seen:
                 forward = rows.forward
                 drafter.prefill(
                     bufs.features, rows.next_tokens, forward.positions, rows.pair_rows, forward.attention.slots

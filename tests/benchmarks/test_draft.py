@@ -27,8 +27,8 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadWeights:
     return problem.random_head(TINY, torch.device("cpu"), torch.float16)
 
 
-def measure(head: HeadWeights) -> dict[str, Any]:
-    return draft.measure(head, ROW, 1e9, 1, lambda run: run)
+def measure(head: HeadWeights, row: draft.Row = ROW) -> dict[str, Any]:
+    return draft.measure(head, row, 1e9, 1, lambda run: run)
 
 
 @pytest.mark.slow
@@ -38,6 +38,15 @@ def test_a_row(head: HeadWeights) -> None:
     assert set(found["times"]) == {"bf16", "A", "B"}
     assert found["bf16_vs_B"] == found["times"]["B"]["median_us"] / found["times"]["bf16"]["median_us"]
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
+
+
+def test_a_row_with_a_window(head: HeadWeights) -> None:
+    row = draft.Row("tiny", 60, 1, 1, 700, window=7)
+    found = measure(head, row)
+    assert row.name == "tiny/v60/d1/b1/p700/w7"
+    assert found["faults"] == []
+    assert set(found["times"]) == {"bf16"}
+    assert found["draft_bytes"] < measure(head)["draft_bytes"]
 
 
 def test_a_wrong_draft_is_not_timed(head: HeadWeights, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,5 +61,6 @@ def test_rows_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         draft.main(["--rows", "8b/v32000/d5/b1/", "--list"])
     assert stopped.value.code == 0
-    names = [f"{model}-8b/v32000/d5/b1/p{prefix}" for model, prefix in (("llama-3.1", 512), ("llama-3.1", 8192))]
+    prefixes = ("p512", "p8192", "p131072/w4096", "p4096", "p131072")
+    names = [f"llama-3.1-8b/v32000/d5/b1/{prefix}" for prefix in prefixes]
     assert capsys.readouterr().out.split() == [*names, "qwen3-8b/v32000/d5/b1/p512"]

@@ -36,7 +36,7 @@ from triton.compiler import ASTSource, CompiledKernel
 LLAMA_8B, SMOLLM2 = (
     draft_config(MODELS[name], 32000, TreeConfig(5, 10, 60), 1, 8192) for name in ("llama-3.1-8b", "smollm2-135m")
 )
-OPTIONS: dict[str, Any] = {"activation": "gelu", "tap_norms": 3, "sliding_window": 512}
+OPTIONS: dict[str, Any] = {"activation": "gelu", "tap_norms": 3, "sliding_window": 512, "window_sinks": 32}
 OPTIONS |= dict.fromkeys(("has_qkv_bias", "has_o_bias", "has_mlp_bias", "has_head_norms"), True)
 OPTIONS |= {"norm_before_residual": True, "norm_output": True}
 """Everything that an EAGLE-3 head may have besides."""

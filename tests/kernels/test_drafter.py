@@ -157,6 +157,26 @@ def test_rope_scaling_by_length(device: str) -> None:
     assert not replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
 
 
+@pytest.mark.parametrize(
+    ("window", "sinks", "prefixes"),
+    [
+        (5, 0, [1150, 4, 590]),
+        (20, 3, [1150, 17, 622]),
+        pytest.param(700, 32, [1290, 650, 1400], marks=SLOW),
+        pytest.param(70, 40, [1231, 600, 0], marks=SLOW),
+        pytest.param(1, 0, [601, 1177, 1], marks=SLOW),
+    ],
+)
+def test_a_cache_that_holds_the_window_alone(window: int, sinks: int, prefixes: list[int], device: str) -> None:
+    """Its rows begin anew behind the last; the trees are those over all keys, of which the window hides the others."""
+    head = replace(random_head(device=device), sliding_window=window, window_sinks=sinks)
+    given = TreeConfig(2, 3, 12), prefixes, [3, 1, 5], [2, 0, 1], None
+    whole, small = (run(*problem(head, *given, holds_window)) for holds_window in (False, True))
+    assert small.bufs.keys.shape[2] < min(max(prefixes), window + 600) < whole.bufs.keys.shape[2]
+    assert_is_the_references(small)
+    assert_equal_trees(small.tree, whole.tree)
+
+
 def test_ties_go_to_the_smaller_row(device: str) -> None:
     """Rows of the LM head that are equal give equal logits to the last bit; every choice among them is decided."""
     head = random_head(device=device, draft_vocab=60)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eagle_slim.runtime.compare import load_prompts
 from support.programs import skip_or_fail
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM
 
@@ -75,6 +76,17 @@ def test_accuracy_vs_speed(run_here: Callable[..., str], tmp_path: Path) -> None
     assert "plain decoding" in out
     page = (tmp_path / "compare.html").read_text(encoding="utf-8")
     assert "<!DOCTYPE html>" in page
+
+
+@pytest.mark.slow
+def test_long_prompts(run_here: Callable[..., str], tmp_path: Path) -> None:
+    out = run_here("long_prompts.py", "--lengths", "70", "400", "--num-prompts", "2")
+    assert out == "4 prompts are in long.jsonl.\n"
+    short, long, *others = load_prompts(tmp_path / "long.jsonl")
+    assert [short.category, long.category] == [each.category for each in others] == ["70 tokens", "400 tokens"]
+    (turn,), (longer,) = short.turns, long.turns
+    assert turn.splitlines()[-1] == longer.splitlines()[-1]
+    assert 3 * len(turn) < len(longer)
 
 
 class ChatServer(BaseHTTPRequestHandler):

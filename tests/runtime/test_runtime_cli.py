@@ -188,6 +188,7 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
     ("args", "code", "message"),
     [
         (["--draft-vocab", "some"], 2, "8192 or full"),
+        (["--draft-window", "-1"], 2, "--draft-window"),
         (["--drafter", "triton", "--device", "cpu"], 1, "GPU"),
         (["--device", "gpu"], 2, "cannot be computed on"),
         (["--device", "cuda:64"], 2, "cannot be computed on"),
@@ -414,6 +415,7 @@ def test_a_failing_candidate_costs_no_other(compare: Run, tmp_path: Path, monkey
     [
         (["--sizes", "full,x"], "the form full,16384,4096"),
         (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
+        (["--draft-window", "0,some"], "auto,0,2048"),
         (["--batch", "1,x"], "1,4,16"),
     ],
 )
@@ -432,7 +434,7 @@ def test_an_unconverted_head_needs_a_ranking(compare: Run, pair: Pair) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["plain", "full"]
 
 
-@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 26), (compare_cli.main, 24)])
+@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 27), (compare_cli.main, 25)])
 def test_help_and_version(run: Run, main: Callable[[list[str]], object], max_options: int) -> None:
     code, out, _ = run(main, "--help")
     assert code == 0

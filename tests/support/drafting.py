@@ -57,12 +57,12 @@ def with_options(head, tap_norms=0, o_bias=False, mlp_bias=False, head_norms=Fal
     return replace(head, tensors=tensors, **fields)
 
 
-def problem(head, tree, prefixes, num_new, active=None, weight_dtype=None):
+def problem(head, tree, prefixes, num_new, active=None, weight_dtype=None, holds_window=False):
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device
     generator = torch.Generator().manual_seed(0)
-    cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype)
+    cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype, holds_window)
     weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)
     active = list(range(slots)) if active is None else active

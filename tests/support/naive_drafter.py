@@ -68,16 +68,20 @@ class Naive:
                 return found if weight is None else rms_norm(found, weight, eps)
 
             queries.append(rotate(heads("q", w.num_heads), position, self.frequencies))
-            keys.append(rotate(heads("k", w.num_kv_heads), position, self.frequencies))
+            keys.append(heads("k", w.num_kv_heads))
             values.append(heads("v", w.num_kv_heads))
         results = []
         for position, query in enumerate(queries):
             mixed = []
             window = sliding_window_overlay(w.sliding_window or len(queries))
-            seen = [j for j in range(position + 1) if window(0, 0, position, j)]
+            seen = [j for j in range(position + 1) if window(0, 0, position, j) or j < w.window_sinks]
+            # The sinks move up to the window.
+            moved = position + 1 - len(seen)
+            places = [j + moved * (j < w.window_sinks) for j in seen]
+            turned = [rotate(keys[j], place, self.frequencies) for j, place in zip(seen, places, strict=True)]
             for head in range(w.num_heads):
                 shared = head // (w.num_heads // w.num_kv_heads)
-                scores = torch.stack([query[head] @ keys[j][shared] for j in seen])
+                scores = torch.stack([query[head] @ key[shared] for key in turned])
                 weights = (scores / math.sqrt(w.head_dim)).softmax(0)
                 mixed.append(sum(weight * values[j][shared] for weight, j in zip(weights, seen, strict=True)))
             y = residuals[position] + self.project("self_attn.o_proj", torch.cat(mixed))

@@ -12,8 +12,9 @@ Keys in the cache are already rotated; queries and fresh keys are rotated here (
 
     x = weight * x / sqrt(mean(x^2) + eps)
 
-A sliding window hides keys whose position, on the node's path, is ``window`` or more before
-the query's. One unit of work is (sequence, kv head, group of query heads, split of the keys); splits are merged, one
+A sliding window hides keys whose position, on the node's path, is ``window`` or more before the query's, and tiles that
+lie before it are not read. Position p lies in row ``p % rows``, so a cache of fewer rows than positions holds the last
+ones. One unit of work is (sequence, kv head, group of query heads, split of the keys); splits are merged, one
 query at a time, in a second step.
 
 The worked example of `eagle_slim.runtime.tree`, top_k 2, at a third level: tree slots 0 1 | 2 3 hold A, B and C, E, the
@@ -60,6 +61,8 @@ class DraftAttentionShape:
     """Queries merged at a time."""
     window: int = 0
     """A key is seen if query position - key position is below it; 0 for no window."""
+    sinks: int = 0
+    """First positions that are seen, too, as if they lay right before the window."""
     head_norms: bool = False
     """Whether queries and keys pass an RMSNorm each, before they are rotated."""
     norm_eps: float = 0.0
@@ -107,7 +110,7 @@ class DraftAttentionShape:
 
 
 class DraftCache(NamedTuple):
-    """Cached keys, rotated, and values: [slots, kv_heads, positions, head_dim]."""
+    """Cached keys, rotated, and values: [slots, kv_heads, rows, head_dim]."""
 
     key: Any
     value: Any
@@ -166,6 +169,10 @@ class Keys(NamedTuple):
     """Keys that every query sees in the cache."""
     position: Any
     """Position of the queries."""
+    first_seen: Any
+    """First position that a query sees."""
+    num_rows: Any
+    """Rows of the cache; with a window alone."""
 
 
 class Queries(NamedTuple):
@@ -245,9 +252,19 @@ def _score(q_low, q_high, k_low, k_high):
 
 
 @triton.jit
-def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
-    """Load cached keys, in halves [block_half, block_keys], and values [block_keys, block_d] at these positions."""
-    row = position.to(tl.int64) * SHAPE.head_dim
+def _row_of(position, keys, SHAPE: tl.constexpr):
+    """Return the cache's rows of positions, int64, which are less than ``num_rows`` behind the first one seen."""
+    if SHAPE.window > 0:
+        ring = keys.num_rows - SHAPE.sinks
+        position -= tl.maximum(keys.first_seen - SHAPE.sinks, 0) // ring * ring
+        position = tl.where(position >= keys.num_rows, position - ring, position)
+    return position.to(tl.int64)
+
+
+@triton.jit
+def _load_tile(cache, row, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
+    """Load cached keys, in halves [block_half, block_keys], and values [block_keys, block_d] from these rows."""
+    row = row * SHAPE.head_dim
     mask_ht = (offs_h < SHAPE.half)[:, None] & mask_t[None, :]
     k_low = tl.load(cache.key + row[None, :] + offs_h[:, None], mask=mask_ht, other=0.0)
     k_high = tl.load(cache.key + row[None, :] + offs_h[:, None] + SHAPE.half, mask=mask_ht, other=0.0)
@@ -292,7 +309,7 @@ def _fold_prefix(queries, cache, unit, keys, offs, running, SHAPE: tl.constexpr,
     BLOCK_T: tl.constexpr = SHAPE.block_keys
     first_seen = 0
     if SHAPE.window > 0:
-        first_seen = tl.minimum(tl.maximum(keys.position - SHAPE.window + 1, 0), keys.cached)
+        first_seen = tl.minimum(keys.first_seen, keys.cached)
     num_tiles = tl.cdiv(keys.cached - first_seen, BLOCK_T)
     splits = tl.maximum(unit.num_splits - 2, 1)
     if ALL_SPLITS:
@@ -302,8 +319,28 @@ def _fold_prefix(queries, cache, unit, keys, offs, running, SHAPE: tl.constexpr,
     stop = tl.where(unit.split >= splits, 0, tl.minimum(start + tiles * BLOCK_T, keys.cached))
     for t0 in range(start, stop, BLOCK_T):
         mask_t = t0 + offs.key < stop
-        k_low, k_high, v = _load_tile(cache, t0 + offs.key, mask_t, offs.half, offs.dim, SHAPE)
+        row = _row_of(t0 + offs.key, keys, SHAPE)
+        k_low, k_high, v = _load_tile(cache, row, mask_t, offs.half, offs.dim, SHAPE)
         scores = _score(queries.low, queries.high, k_low, k_high)
+        running = _fold(scores, mask_t[None, :] & queries.mask[:, None], v, running, cache)
+    return running
+
+
+@triton.jit
+def _fold_sinks(queries, cache, rope, keys, offs, running, SHAPE: tl.constexpr):
+    """Fold the first positions into the running softmax, turned on to where they would lie right before the window."""
+    gap = (keys.first_seen - SHAPE.sinks).to(tl.int64)
+    # Where a scaling puts a factor on the tables, position 0 has it alone.
+    factor = tl.load(rope.cos)
+    cos = tl.load(rope.cos + gap * SHAPE.half + offs.half, mask=offs.in_half, other=0.0)[:, None] / factor
+    sin = tl.load(rope.sin + gap * SHAPE.half + offs.half, mask=offs.in_half, other=0.0)[:, None] / factor
+    for t0 in tl.range(0, SHAPE.sinks, SHAPE.block_keys, num_stages=1):
+        mask_t = t0 + offs.key < SHAPE.sinks
+        row = (t0 + offs.key).to(tl.int64)
+        k_low, k_high, v = _load_tile(cache, row, mask_t, offs.half, offs.dim, SHAPE)
+        dtype = k_low.dtype
+        k_low, k_high = _rotate(k_low.to(tl.float32), k_high.to(tl.float32), cos, sin)
+        scores = _score(queries.low, queries.high, k_low.to(dtype), k_high.to(dtype))
         running = _fold(scores, mask_t[None, :] & queries.mask[:, None], v, running, cache)
     return running
 
@@ -320,11 +357,12 @@ def _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE: 
             mask=queries.mask[:, None] & mask_t[None, :],
             other=-1,
         )
-        k_low, k_high, v = _load_tile(cache, keys.cached + slot, mask_t, offs.half, offs.dim, SHAPE)
+        row = _row_of(keys.cached + slot, keys, SHAPE)
+        k_low, k_high, v = _load_tile(cache, row, mask_t, offs.half, offs.dim, SHAPE)
         scores = _score(queries.low, queries.high, k_low, k_high)
         visible = link == slot[None, :]
         if SHAPE.window > 0:
-            visible = visible & (keys.level - 1 - slot // TOP_K < SHAPE.window)[None, :]
+            visible = visible & ((keys.level - 1 - slot // TOP_K < SHAPE.window) | (keys.first_seen == 0))[None, :]
         running = _fold(scores, visible, v, running, cache)
     return running
 
@@ -356,11 +394,11 @@ def _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, runni
     scores = _score(queries.low, queries.high, tl.trans(k_low), tl.trans(k_high))
     visible = queries.mask[:, None] & mask_f[None, :] & (keys.is_extend | (queries.node[:, None] == offs_f[None, :]))
     if SHAPE.window > 0:
-        visible = visible & (tl.where(keys.is_extend, keys.num_new - 1 - offs_f, 0) < SHAPE.window)[None, :]
+        before = tl.where(keys.is_extend, keys.num_new - 1 - offs_f, 0)
+        visible = visible & ((before < SHAPE.window) | (keys.first_seen == 0))[None, :]
     running = _fold(scores, visible, v, running, cache)
     if unit.head_group == 0:
-        place = keys.cached + offs_f + num_tree
-        cache_row = place.to(tl.int64)[:, None] * HEAD_DIM
+        cache_row = _row_of(keys.cached + offs_f + num_tree, keys, SHAPE)[:, None] * HEAD_DIM
         tl.store(cache.key + cache_row + offs_h[None, :], k_low, mask=mask_fh)
         tl.store(cache.key + cache_row + offs_h[None, :] + HALF, k_high, mask=mask_fh)
         tl.store(cache.value + cache_row + offs_d[None, :], v, mask=mask_fd)
@@ -370,7 +408,7 @@ def _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, runni
 @triton.jit
 def attend_unit(
     qkv_ptr,  # fp32 [ROWS, stride, qkv_size], from this sequence's first row on
-    cache,  # `DraftCache` of this slot and kv head: [positions, head_dim]
+    cache,  # `DraftCache` of this slot and kv head: [rows, head_dim]
     rope,  # `Rope`
     chain_ptr,  # int32 [ROWS, CHAIN_COLUMNS], this sequence's
     splits,  # `AttentionSplits` of this unit's group
@@ -395,7 +433,13 @@ def attend_unit(
     num_queries = tl.where(is_extend, 1, SHAPE.top_k)
     num_fresh = tl.where(is_extend, num_new, SHAPE.top_k)
     cached = tl.where(is_extend, prefix, prefix + num_new)
-    keys = Keys(level, is_extend, num_new, num_queries, num_fresh, cached, prefix + num_new - 1 + level)
+    position = prefix + num_new - 1 + level
+    first_seen, num_rows = 0, 0
+    if SHAPE.window > 0:
+        first_seen = tl.maximum(position - SHAPE.window + 1, 0)
+        first_seen = tl.where(first_seen <= SHAPE.sinks, 0, first_seen)
+        num_rows = (cache.stride_head // SHAPE.head_dim).to(tl.int32)
+    keys = Keys(level, is_extend, num_new, num_queries, num_fresh, cached, position, first_seen, num_rows)
     queries = _load_queries(qkv_ptr, rope, unit, keys, offs, cache.key.dtype.element_ty, SHAPE)
     running = Running(
         tl.full([GROUP_ROWS], float("-inf"), tl.float32),
@@ -408,6 +452,9 @@ def attend_unit(
     num_tree = tl.maximum(level - 1, 0) * SHAPE.top_k
     if unit.split == tree_split:
         running = _fold_tree(queries, cache, chain_ptr, num_tree, keys, offs, running, SHAPE)
+        if SHAPE.sinks > 0:  # noqa: SIM102 - this one is decided by the compiler
+            if first_seen > 0:
+                running = _fold_sinks(queries, cache, rope, keys, offs, running, SHAPE)
     if unit.split == fresh_split:
         running = _fold_fresh(queries, qkv_ptr, cache, rope, num_tree, unit, keys, offs, running, SHAPE)
     stat = splits.stats + unit.split * 2 * GROUP_ROWS + offs_r

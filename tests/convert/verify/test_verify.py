@@ -1,5 +1,6 @@
 """Verification finds every fault by the check that is meant for it, even where the manifest was signed again."""
 
+import json
 import shutil
 
 import pytest
@@ -167,6 +168,21 @@ def test_token_map_faults(slim, made):
         sign_file(slim, "freq_320.pt")
         found = verify(slim, made)["freq_N.pt"]
         assert (found.status, "freq_320.pt: " in found.detail) == ("failed", True)
+
+
+@pytest.mark.parametrize(("positions", "is_short"), [(1024, True), (1025, False)])
+def test_positions_far_below_the_targets(tmp_path, positions, is_short):
+    target, head = write_target(tmp_path / "target"), write_eagle3(tmp_path / "head")
+    for folder, size in ((target, 4096), (head, positions)):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": size}))
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "slim")
+    found = verify_artifact(done.folder, target=target)["target"]
+    assert found.status == ("warning" if is_short else "ok")
+    for words in ([found.detail], done.manifest.warnings):
+        told = " ".join(words)
+        assert ("is 1024, the target's 4096" in told) == is_short
+        assert ("--speculative-draft-window-size 1024" in told) == is_short
 
 
 def test_target_and_tokenizer_that_do_not_fit(slim, made, tmp_path):

@@ -110,6 +110,19 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
+def test_windows(model: SpeculativeModel) -> None:
+    result = compare(model, [Prompt(("one two three four",))], greedy(windows=(None, 0, 3)))
+    assert [(each.label, each.draft_window) for each in drafted(result)] == [
+        (f"{FULL}, window all", None),
+        (f"{FULL}, window 3", 3),
+    ]
+    assert result.setup["draft_windows"] == [None, 3]
+    assert all(row.num_identical == row.num_answers for row in result.rows)
+    assert [
+        each.draft_window for each in drafted(compare(model.with_draft_window(5), [Prompt(("one",))], greedy()))
+    ] == [5]
+
+
 @pytest.mark.slow
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]

@@ -1,5 +1,6 @@
 """The reference drafter against the definition (`support.naive_drafter`), which has no cache."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "fc-norm": {"fc_norm": True, "extra": TAP_NORMS},
     "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
     "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
+    "window-and-sinks": {"layer_types": ["sliding_attention"], "sliding_window": 3, "sinks": 2},
     "window-of-one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
     "mlp-bias": {"mlp_bias": True, "extra": biases({"mlp.gate": 48, "mlp.up": 48, "mlp.down": HIDDEN})},
     "head-norms": {"extra": head_norms("midlayer.")},
@@ -75,7 +77,8 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("head", sweep(HEADS, "eagle3", "map", "window", "eagle-1"))
 def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
-    weights = head_weights(write_head(tmp_path, **HEADS[head]))
+    sinks, options = HEADS[head].get("sinks", 0), {key: value for key, value in HEADS[head].items() if key != "sinks"}
+    weights = replace(head_weights(write_head(tmp_path, **options)), window_sinks=sinks)
     generator = torch.Generator().manual_seed(4)
     counts = [4, 1, 3, 2]
     features = torch.randn(sum(counts), weights.feature_width, generator=generator)
