@@ -6,16 +6,16 @@
     python -m benchmarks.exact --seed 0 --episode 17     # one episode again, as a difference names it
     python -m benchmarks.exact --quality [--out benchmarks/results/DATE-h200-quality.json]
 
-The built-in target and head, or a random Qwen2 whose next tokens its head often guesses (`decoding.guessable_model`).
-An episode is a tree (5 to 128 nodes, a chain, one of a random shape, another at every step, or none: plain decoding of
-several sequences) over a draft vocabulary, with a cache of its own that its calls let grow: one sequence, several, 16,
-and more than there are slots, so that slots are taken over and ever fewer are active; then the next turn of one of
-these, after rows that a slot still holds. Questions are chats, and real text and random ids that end at multiples of
-64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an end. Every answer is compared
-with plain decoding of that question alone; a question is decoded so once, and asked in many episodes. One call in four
-follows a call that was broken off: its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode
-depends on ``--seed`` and its number only; each seed begins five variants further, so that several short runs go through
-all of them.
+The built-in target and head, or a random Qwen2 or mixture of experts whose next tokens its head often guesses
+(`decoding.guessable_model`). An episode is a tree (5 to 128 nodes, a chain, one of a random shape, another at every
+step, or none: plain decoding of several sequences) over a draft vocabulary, with a cache of its own that its calls let
+grow: one sequence, several, 16, and more than there are slots, so that slots are taken over and ever fewer are active;
+then the next turn of one of these, after rows that a slot still holds. Questions are chats, and real text and random
+ids that end at multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an
+end. Every answer is compared with plain decoding of that question alone; a question is decoded so once, and asked in
+many episodes. One call in four follows a call that was broken off: its streamer raised an error, or KeyboardInterrupt
+as Ctrl-C does. An episode depends on ``--seed`` and its number only; each seed begins five variants further, so that
+several short runs go through all of them.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
 ``--target-weights fp8``: of the target in FP8; its divergence is from float32 of what was quantised.
@@ -44,7 +44,7 @@ from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
 
 from benchmarks.shared.command import Command, show, whole_from, write
-from benchmarks.shared.decoding import guessable_model
+from benchmarks.shared.decoding import EXPERTS, guessable_model
 from benchmarks.shared.quality import TOLERANCE, measure_quality
 from benchmarks.shared.timing import machine
 
@@ -73,6 +73,8 @@ LONG = 3900
 """Most tokens of prompt and answer: a cache grows once, as choices are compiled for each of its sizes."""
 CALLS = ((1, SHORT), (16, SHORT), (0, LONG), (64, LONG), (48, LONG), (1, LONG))
 """Of an episode: how many questions, 0 for 2 to 15 of them, and how long a prompt may be, which lets the cache grow."""
+MIXTURE_LAYERS = 8
+"""Layers of a random mixture: fewer than its dimensions have, so that more tokens are compared."""
 NUM_QUESTIONS = 144
 """Each is decoded plainly once."""
 BROKEN_OFF = 0.25
@@ -362,7 +364,7 @@ def parsed(argv: list[str] | None) -> tuple[Command, Namespace]:
     command = Command("exact", __doc__)
     command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after as many drafted ones")
     command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, with compilation")
-    command.add_argument("--dims", choices=("smollm2-135m", "qwen2.5-0.5b"), default="smollm2-135m")
+    command.add_argument("--dims", choices=("smollm2-135m", "qwen2.5-0.5b", *EXPERTS), default="smollm2-135m")
     command.add_argument("--seed", type=whole_from(0), default=0)
     command.add_argument("--changing", action="store_true", help="only calls whose every step has another shape")
     command.add_argument(
@@ -397,7 +399,8 @@ def main(argv: list[str] | None = None) -> None:
     models = {"full": model, "4096": model.with_draft_vocab(4096)}
     if args.dims != "smollm2-135m":
         weights = "fp8" if args.target_weights == "fp8" else "bf16"
-        models = {"full": guessable_model(args.dims, device, tokenizer, weights, max_model_len=LONG)}
+        layers = MIXTURE_LAYERS if args.dims in EXPERTS else None
+        models = {"full": guessable_model(args.dims, device, tokenizer, weights, layers, max_model_len=LONG)}
     models |= {f"{rows}, window {n},": each.with_draft_window(n) for rows, each in models.items() for n in args.windows}
     pool = Pool(models["full"], read_chats(model), text, args.seed, NUM_QUESTIONS)
     fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)

@@ -21,7 +21,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims
 from eagle_slim.runtime.opening.target_files import choose_form, load_target, load_target_config
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD
-from eagle_slim.runtime.target.fp8_loading import load_fp8
+from eagle_slim.runtime.target.fp8_loading import load_by_tensor
 from eagle_slim.runtime.target.wrapper import TargetModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -98,7 +98,8 @@ def check(device: torch.device, folder: Path) -> None:
     model.save_pretrained(folder)
     config = load_target_config(folder, None, True)
     here, there = (
-        load_fp8(folder, config, AT_LOAD, torch.bfloat16, place).state_dict() for place in (torch.device("cpu"), device)
+        load_by_tensor(folder, config, AT_LOAD, torch.bfloat16, place).state_dict()
+        for place in (torch.device("cpu"), device)
     )
     wrong = [name for name, each in here.items() if not torch.equal(each, there[name].cpu())]
     assert not wrong, f"{wrong} differ between {device} and the CPU"

@@ -257,7 +257,8 @@ class DrawnVariants:
     def run(self, shapes: Sequence[TreeConfig | None], steps: int) -> float:
         """Run steps that choose among some shapes, with nothing learned: tokens/s."""
         fill(self.decoder, self.slots, PREFIX)
-        chooser = NotedChooser(Acceptance(), Costs(self.model.weight_bytes, self.model.kv_bytes(1)), shapes)
+        costs = Costs(self.model.weight_bytes, self.model.kv_bytes(1), self.model.target.is_mixture)
+        chooser = NotedChooser(Acceptance(), costs, shapes)
         found = run_steps(self.decoder, self.slots, steps, chooser, PREFIX)
         if len(shapes) > 1:
             ran = {

@@ -48,6 +48,15 @@ def attention_name(config: Any) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def experts_function(config: Any) -> Any | None:
+    """Return the registered function that runs experts by a configuration; None for the model's own code."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:  # before transformers 5
+        return None
+    return ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None))
+
+
 def name_attention_(config: Any, name: str) -> None:
     """Name an attention function in one configuration, without a check and not in those inside it."""
     vars(config)["_attn_implementation_internal"] = name

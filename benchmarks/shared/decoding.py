@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from eagle_slim.runtime.step.partial import PartialChains
 from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
 from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
+from eagle_slim.runtime.target.expert_loading import Fp8Experts
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention, attention_kernels
@@ -48,6 +50,7 @@ from eagle_slim.runtime.target.kernels.attention import (
     AttentionTiles,
     tree_attention,
 )
+from eagle_slim.runtime.target.kernels.experts import route
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -64,7 +67,10 @@ LAYERS = {
     "llama-3.1-8b": 32,
     "qwen3-8b": 36,
     "llama-3.3-70b": 80,
+    "qwen3-30b-a3b": 48,
 }
+EXPERTS = {"qwen3-30b-a3b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}}
+"""Of mixtures, which normalise the weights of a token's experts."""
 TIED = ("smollm2-135m", "llama-3.2-1b")
 TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
 """Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
@@ -84,14 +90,16 @@ AT_ONCE = 6
 def random_target(
     name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16", layers: int | None = None
 ) -> nn.Module:
-    """Build a random Llama, Qwen2 or Qwen3 of these dimensions on the device; ``layers``: fewer than `LAYERS`.
+    """Build a random Llama, Qwen2, Qwen3 or Qwen3-MoE of these dimensions on the device.
 
-    ``weights``: one of `TARGET_WEIGHTS`. The matrices of layers in FP8 are made one at a time.
+    ``layers``: fewer than `LAYERS`. ``weights``: one of `TARGET_WEIGHTS`; the matrices of layers in FP8 are made one at
+    a time.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    more: dict[str, Any] = {**EXPERTS[name], "norm_topk_prob": True} if name in EXPERTS else {}
     config = AutoConfig.for_model(
-        name[:5] if name.startswith("qwen") else "llama",
+        "qwen3_moe" if more else name[:5] if name.startswith("qwen") else "llama",
         vocab_size=dims.vocab,
         hidden_size=dims.hidden,
         intermediate_size=dims.intermediate,
@@ -101,6 +109,7 @@ def random_target(
         head_dim=dims.head_dim,
         max_position_embeddings=131072,
         tie_word_embeddings=name in TIED,
+        **more,
     )
     with device if weights == "bf16" else torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -113,6 +122,14 @@ def random_target(
 def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blocks: bool) -> None:
     """Give a model on the meta device random weights, those of its layers' matrices in FP8."""
     for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = experts = Fp8Experts(layer.mlp.experts, is_by_blocks, device)
+            for weight in (experts.gate_up, experts.down):
+                for words, scales in zip(weight.words.chunk(16), weight.scales.chunk(16), strict=True):
+                    drawn = torch.empty((len(words), weight.shape[1]), dtype=dtype, device=device).normal_(std=0.02)
+                    quantised = quantise_rows(drawn)
+                    words.copy_(quantised.words)
+                    scales.copy_(quantised.scales)
         for path, linear in [(path, each) for path, each in layer.named_modules() if isinstance(each, nn.Linear)]:
             weight = quantise_rows(torch.empty(linear.weight.shape, dtype=dtype, device=device).normal_(std=0.02))
             if is_by_blocks:
@@ -130,15 +147,17 @@ def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blo
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
-def guessable_model(name: str, device: torch.device, tokenizer: Any, weights: str, **options: Any) -> SpeculativeModel:
+def guessable_model(
+    name: str, device: torch.device, tokenizer: Any, weights: str, layers: int | None = None, **options: Any
+) -> SpeculativeModel:
     """Build a random model in bf16, and an EAGLE-1 head over its embedding and LM head that often guesses it.
 
     Each of 4,096 ids is mostly followed by one of two, whatever comes before; the layers add as much again to its
-    embedding. ``weights``: one of `TARGET_WEIGHTS`; ``options`` of `SpeculativeModel`.
+    embedding. ``weights``: one of `TARGET_WEIGHTS`; ``layers``: fewer than `LAYERS`; ``options`` of `SpeculativeModel`.
     """
     torch.manual_seed(0)
     dims = replace(MODELS[name], vocab=len(tokenizer), kind="eagle")
-    model: Any = random_target(name, dims, torch.bfloat16, device, weights)
+    model: Any = random_target(name, dims, torch.bfloat16, device, weights, layers)
     for path, parameter in model.named_parameters():
         if path.endswith("bias"):
             parameter.data.normal_(std=0.3)
@@ -385,6 +404,69 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     return bufs.logits
 
 
+class NotingOps:
+    """Runs a target's operations, and notes how many experts each launch of a router touched in ``touched``."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops, self.use_kernels = ops, ops.use_kernels
+        self.touched: list[int] = []
+
+    def __call__(self, operation: Any) -> Any:
+        """Return the operation, or its twin; a router notes what it chose."""
+        run = self.ops(operation)
+        return partial(self._route, run) if operation is route else run
+
+    def _route(self, run: Any, rows: Any, norm: Any, experts: Any, *given: Any) -> None:
+        run(rows, norm, experts, *given)
+        chosen = given[-1].picks.experts[: len(rows.scaled)]
+        self.touched.append(len(chosen[chosen < experts.count].unique()))
+
+
+class Pass(NamedTuple):
+    """A pass of the target alone, and the mean of the experts that a layer of it touches."""
+
+    run: Callable[[], None]
+    touched: Callable[[], float]
+
+
+def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Callable[[], None]:
+    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of each slot."""
+    places, nodes = tokens.shape
+    device, places_of = tokens.device, torch.arange(places, dtype=torch.int32, device=tokens.device)
+    lengths = torch.full((places,), prefix, dtype=torch.int32, device=device)
+    rows = ForwardRows.allocate(places, nodes, lengths, is_path=True)
+    node = torch.arange(nodes, device=device).expand(places, nodes).contiguous()
+    count = torch.tensor([places], dtype=torch.int32, device=device)
+    Ops.for_device(device)(tree_rows)(Trees(places_of, count, tokens, node - 1, node), rows)
+    bufs = target.new_buffers(places, nodes, places * nodes, cache.capacity)
+    return partial(target.forward, rows, cache.first(places), bufs)
+
+
+def captured_pass(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Pass:
+    """Return a `pass_over` tokens, captured on a GPU; call it in inference mode."""
+    assert isinstance(target, FusedTarget)
+    run = pass_over(target, cache, tokens, prefix)
+
+    def touched() -> float:
+        noting = NotingOps(target.ops)
+        with mock.patch.object(target, "ops", noting):
+            run()
+        return sum(noting.touched) / max(1, len(noting.touched))
+
+    if tokens.device.type != "cuda":
+        return Pass(run, touched)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    # What the graph reads and writes lives as long as it does.
+    return Pass(partial(_replay, graph, run), touched)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _held: object) -> None:
+    graph.replay()
+
+
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     """Return a run of all layers' attention over the tree that one sequence drafted last, after ``prefix`` tokens."""
     target = decoder.target
@@ -514,16 +596,23 @@ def run_steps(
     return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
 
 
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Compile, side by side in threads, the kernels that a block launches, and launch none of them."""
+    launch = mock.patch.object(
+        JITFunction, "__getitem__", lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
+    )
+    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
+        yield
+
+
 def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
     """Compile and capture the steps of decoders, each of so many sequences.
 
     On a GPU all kernels but drafts are compiled first, side by side in threads: a launch only hands over its kernel.
     """
     if decoders[0][0].graphs.can_capture:
-        launch = mock.patch.object(
-            JITFunction, "__getitem__", lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
-        )
-        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
+        with only_compiled():
             for decoder, count in decoders:
                 phases = decoder.steps.of(decoder.batch_for(count), GREEDY, decoder.tree)
                 decoder.graphs.practise([phase.run for phase in phases if phase.name != "draft"])

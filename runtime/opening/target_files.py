@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import DeviceMemoryError, TargetError, UsageError, check_choice
 from ..ops import lacks_fp8
 from ..target.fp8_forms import AT_LOAD, Fp8Form, read_form
-from ..target.fp8_loading import UNREAD, fetch_target, load_fp8
+from ..target.fp8_loading import MIXTURES, UNREAD, fetch_target, load_by_tensor
 from .devices import dtype_on_cpu
 
 Dtype = torch.dtype | None
@@ -122,23 +122,27 @@ def load_target(
             raise TargetError(f"{name} {reason}. Load it with dtype='bfloat16'.")
     try:
         with _naming(target):
-            takes_adapters = form is None and is_peft_available()
-            if not takes_adapters and find_adapter_config_file(target, revision=revision, local_files_only=offline):
+            config = config or load_target_config(target, revision, offline)
+            is_mixture, takes_adapters = config.model_type in MIXTURES, form is None and is_peft_available()
+            where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
+            adapter = None if takes_adapters and not is_mixture else find_adapter_config_file(target, **where)
+            if adapter and not takes_adapters:
                 needs = "the package peft" if form is None else "a target that is not in FP8"
                 raise ValueError(f"it has an adapter (adapter_config.json), which needs {needs}; or merge it first")
-            if form is not None:
-                return load_fp8(fetch_target(target, revision, offline), config, form, wanted, device)
-            if dtype is None and device.type == "cpu":
-                wanted = dtype_on_cpu(config or load_target_config(target, revision, offline))
+            if dtype is None and form is None and device.type == "cpu":
+                wanted = dtype_on_cpu(config)
+            stored = config.dtype if wanted in (None, "auto") else wanted
+            if form is not None or (stored and is_mixture and not adapter):
+                weights = weights if form is not None else f"in {str(stored).removeprefix('torch.')}"
+                return load_by_tensor(fetch_target(target, revision, offline), config, form, stored, device)
             model, found = AutoModelForCausalLM.from_pretrained(
                 target,
                 config=config,
                 dtype=wanted or "auto",
-                revision=revision,
-                local_files_only=offline,
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **where,
             )
             # transformers draws such weights at random.
             if drawn := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:

@@ -93,8 +93,9 @@ class Decoders:
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
         layers = target.runs.layer_shapes
         token_bytes = target.dtype.itemsize * sum(each.kv_heads * (each.key_dim + each.value_dim) for each in layers)
-        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, token_bytes)
-        """Acceptance of the head and times of this device, learned by steps that choose their shape."""
+        self.acceptance = Acceptance()
+        """Of the head, learned by steps that choose their shape; so are ``costs``, times of this device."""
+        self.costs = Costs(target.weight_bytes, token_bytes, target.runs.is_mixture)
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""

@@ -15,7 +15,7 @@ from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows
 from ..tree import Trees
 from .kernels.choice_kernels import ChoiceRules
-from .shapes import shapes_up_to
+from .shapes import OF_MIXTURES, SHAPES, shapes_up_to
 from .slots import Slots
 
 
@@ -126,7 +126,9 @@ class DrafterTrees(Drafts):
     def _drafter_of(self, tree: TreeConfig) -> BufferedDrafter:
         assert self.drafter is not None
         if tree.top_k not in self._drafters:
-            alike = [shape for shape in shapes_up_to(self.drafter.tree) if shape and shape.top_k == tree.top_k]
+            target = self._slots.target
+            shapes = shapes_up_to(self.drafter.tree, OF_MIXTURES if target.is_mixture else SHAPES)
+            alike = [shape for shape in shapes if shape and shape.top_k == tree.top_k]
             drafter = self.drafter.of_bound(bound_of([tree, *alike]))
             self._drafters[tree.top_k] = drafter
             self.barriers = [*self.barriers, *barriers_of(drafter.bufs)]

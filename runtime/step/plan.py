@@ -24,7 +24,7 @@ from .decoders import Decoders
 from .graphs import bucket_of
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
-from .shapes import ON_CPU, SHAPES, first_shape, shape_by_size, shapes_up_to
+from .shapes import OF_MIXTURES, ON_CPU, SHAPES, first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
 
@@ -249,12 +249,12 @@ def _choose_shapes(
     target: TargetModel, decoders: Decoders, slots: int, fixed_for: str | None
 ) -> tuple[tuple[TreeConfig | None, ...], str]:
     """Choose the shapes of a call, the first step's first, and say why; ``fixed_for``: why steps cannot choose."""
-    is_gpu, tree = target.device.type == "cuda", decoders.tree
-    shapes = shapes_up_to(tree, SHAPES if is_gpu else ON_CPU)
+    is_gpu, is_mixture, tree = target.device.type == "cuda", target.runs.is_mixture, decoders.tree
+    shapes = shapes_up_to(tree, ON_CPU if not is_gpu else OF_MIXTURES if is_mixture else SHAPES)
     if decoders.eager_reason is not None or target.exactness is None:
         fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
-        first = first_shape(bucket_of(slots), shapes)
+        first = first_shape(bucket_of(slots), shapes, is_mixture)
         others = [shape for shape in shapes if shape != first]
         return (first, *others), "the most tokens a second, as measured here"
     # Steps without graphs take as long as the host needs to launch them.

@@ -16,8 +16,6 @@ from .kernels.choice_kernels import ChoiceRules
 from .kernels.prompt_chunks import ChunkRows, begin_prompt, chunk_rows, end_chunk
 from .slots import Slots
 
-CHUNKS = (64, 512)
-"""Rows of a captured prompt chunk: the smallest that holds the rest of the prompt, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
 """Most rows of a prompt chunk that is not captured."""
 
@@ -30,6 +28,7 @@ class Prefill:
         self._ops, entering = Ops.for_device(slots.target.device), slots.entering
         root = torch.full((slots.cache.num_slots, 1), -1, dtype=torch.int64, device=slots.target.device)
         self._roots = Trees(entering.active_slots, entering.active_count, root, root, torch.zeros_like(root))
+        self._chunk_rows = slots.target.chunk_rows
         self._chunks: dict[int, _Chunk] = {}
 
     def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
@@ -59,7 +58,8 @@ class Prefill:
     def groups(self, rules: ChoiceRules, num_tokens: Iterable[int] | None = None) -> dict[GraphKey, Phase]:
         """Return the chunks of prompts of as many tokens, or all that there are, grouped into graphs."""
         groups: dict[GraphKey, Phase] = {}
-        num_tokens = num_tokens or (*CHUNKS, 2 * CHUNKS[-1] + (self._drafts.held_pairs or 0))
+        rows = self._chunk_rows
+        num_tokens = num_tokens or (*rows, 2 * rows[-1] + (self._drafts.held_pairs or 0))
         for nodes, is_seen in sorted({chunk for each in num_tokens for chunk in self._sizes(each)}):
             groups |= group_phases(("chunk", nodes, is_seen), self._phases(nodes, is_seen, rules, None))
         return groups
@@ -72,7 +72,7 @@ class Prefill:
         left, held, drafter = num_tokens, self._drafts.held_pairs, self._drafts.drafter
         has_sinks = drafter is not None and drafter.cfg.window_sinks > 0
         while left > 0:
-            chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+            chunk = next((chunk for chunk in self._chunk_rows if chunk >= left), self._chunk_rows[-1])
             nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
             is_first = left == num_tokens
             left -= nodes

@@ -30,6 +30,8 @@ Shape: TypeAlias = "TreeConfig | None"
 CHAIN, SHORT, LONG, LARGE = TreeConfig(1, 1, 3), TreeConfig(2, 4, 8), TreeConfig(5, 4, 16), TreeConfig(5, 10, 60)
 SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 """From plain decoding to the 60 nodes of EAGLE-3."""
+OF_MIXTURES: tuple[Shape, ...] = (None, TreeConfig(0, 1, 2), CHAIN, TreeConfig(2, 1, 4), SHORT, LONG)
+"""Of a target with experts, of which each row of a pass reads more."""
 ON_CPU = (TreeConfig(0, 1, 2), CHAIN, TreeConfig(1, 3, 4))
 """Products of four rows are the largest that take a CPU little longer than of one."""
 
@@ -111,8 +113,8 @@ class Costs:
     keys and values (``token_bytes``) as fast as a plain step reads the target's ``weight_bytes``.
     """
 
-    def __init__(self, weight_bytes: int, token_bytes: int) -> None:
-        self._weight_bytes, self._token_bytes = weight_bytes, token_bytes
+    def __init__(self, weight_bytes: int, token_bytes: int, is_mixture: bool = False) -> None:
+        self._weight_bytes, self._token_bytes, self._is_mixture = weight_bytes, token_bytes, is_mixture
         self.times: dict[tuple[Shape, int], dict[int, tuple[float, float]]] = {}
         """For each octave of contexts: a mean context and a mean time."""
         self._fastest: dict[int, float] = {}
@@ -138,7 +140,10 @@ class Costs:
         return max(0.5 * ms, ms + (context - at) * each_token)
 
     def guess(self, shape: Shape, batch: int, context: float) -> float:
-        """Return the time of a step, or guess it from the shapes measured for a batch of this size, by levels."""
+        """Return the time of a step, or guess it from the shapes measured for a batch of this size, by levels.
+
+        Of a mixture by nodes, each of which may read other experts: no shape is tried for a time that is too short.
+        """
         measured = self.get(shape, batch, context)
         if measured is not None:
             return measured
@@ -147,8 +152,12 @@ class Costs:
         drafted = {other: ms for other, ms in known.items() if other is not None and ms is not None}
         if plain is None or not drafted or shape is None:
             return next((ms for ms in known.values() if ms is not None), 1.0)
-        nearest = min(drafted, key=lambda other: abs(other.depth - shape.depth))
-        return plain + (drafted[nearest] - plain) * (shape.depth + 1) / (nearest.depth + 1)
+
+        def size(tree: TreeConfig) -> int:
+            return tree.total_tokens - 1 if self._is_mixture else tree.depth + 1
+
+        nearest = min(drafted, key=lambda other: abs(size(other) - size(shape)))
+        return plain + (drafted[nearest] - plain) * size(shape) / size(nearest)
 
 
 class ShapeChooser:
@@ -296,9 +305,10 @@ def shapes_for(batch: int, shapes: Sequence[Shape]) -> list[Shape]:
     return [shape for shape in shapes if shape is None or shape.total_tokens * batch <= MAX_ROWS]
 
 
-def first_shape(batch: int, shapes: Sequence[Shape]) -> Shape:
+def first_shape(batch: int, shapes: Sequence[Shape], is_mixture: bool = False) -> Shape:
     """Return the shape to begin with before anything was measured: smaller the more sequences a step has."""
-    return _largest_within(LARGE if batch <= 2 else LONG if batch <= 8 else CHAIN, shapes)
+    wanted = CHAIN if is_mixture or batch > 8 else LARGE if batch <= 2 else LONG
+    return _largest_within(wanted, shapes)
 
 
 def shape_by_size(is_gpu: bool, batch: int, weight_bytes: int, draft_bytes: int, shapes: Sequence[Shape]) -> Shape:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .kernels.attention import AttentionScratch
+from .kernels.experts import Experts, Routing
 from .kernels.product_kernels import SplitScratch
 from .kernels.tree_rows import ForwardRows
 
@@ -50,6 +51,8 @@ class Target(ABC):
     model: Any
     tap_layers: tuple[int, ...] | None
     """Layers whose inputs are the features, side by side; None: the last hidden state after the final norm."""
+    experts: Experts | None = None
+    """Those of the first layer that has any; all have the same sizes."""
 
     @property
     def embedding(self) -> Tensor:
@@ -97,6 +100,16 @@ class Target(ABC):
     def text_config(self) -> Any:
         """The decoder's configuration."""
         return self.model.config.get_text_config()
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether rows of a pass that go to other experts read other weights."""
+        return self.experts is not None
+
+    @property
+    def chunk_rows(self) -> tuple[int, ...]:
+        """Rows of a captured prompt chunk: the smallest that holds the rest of the prompt, else the largest."""
+        return (64, 512)
 
     @abstractmethod
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
@@ -191,6 +204,7 @@ class ForwardBuffers:
     last_squares: Tensor
     scratch: AttentionScratch | None = None
     splits: SplitScratch | None = None
+    routing: Routing | None = None
     queries: Tensor | None = None
     """[rows, layers, heads * head_dim]: where a forward leaves its queries, or those of a prompt's last rows, the last
     one first; None: not recorded."""

@@ -1,4 +1,4 @@
-"""Load a target with its decoder layers' matrices in FP8, one tensor at a time: no second copy of it is ever made.
+"""Load a target in FP8, or one with experts, a tensor at a time: no second copy of it is ever made.
 
 transformers builds the model without memory (on the meta device), of the families that the fused forward takes. Each
 tensor is read from its safetensors file straight to the device: the files of a model in a float type are quantised
@@ -9,6 +9,8 @@ and LM head are in the model's type, and so is every linear layer that a publish
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from itertools import groupby
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..errors import TargetError, UnsupportedModelError
+from .expert_loading import WHOLE, Fp8Experts, expert_parts
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
 from .known import FAMILIES, family_of
@@ -34,6 +37,12 @@ _PACKED: tuple[tuple[str, ...], ...] = (
     ("mlp.down_proj",),
 )
 """Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
+MIXTURES = ("qwen3_moe",)
+"""Types of models that are loaded so whatever the type of their weights."""
+_MATRICES = (".weight", *WHOLE)
+"""Ends of names of matrices, all others among those in FP8 being of scales."""
+_MAPPED_BYTES = 1 << 30
+"""Tensors that are read while a file is open."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _TABLE = "rotary_emb.inv_freq"
 UNREAD = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale", _TABLE)
@@ -51,8 +60,8 @@ def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Pat
     chosen = choose_weights(list(source.files) if source.repo_id else list_names(source.folder), source.label)
     if chosen.removesuffix(".index.json").endswith(TORCH_SUFFIXES):
         raise TargetError(
-            f"Target {target}: its weights are in {chosen}, and weights in FP8 are loaded from safetensors files. Load "
-            "it once with transformers and write it with save_pretrained, or take another copy of it."
+            f"Target {target}: its weights are in {chosen}; in FP8, or with experts, they are loaded from safetensors "
+            "files. Load it once with transformers and write it with save_pretrained, or take another copy of it."
         )
     if source.repo_id:
         fetch(source.snapshot, [chosen], offline)
@@ -61,8 +70,10 @@ def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Pat
     return source.folder
 
 
-def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8.
+def load_by_tensor(
+    folder: Path, config: Any, form: Fp8Form | None, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8 if it has a ``form``.
 
     ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else. Raises `UnsupportedModelError` for
     another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged files.
@@ -84,7 +95,7 @@ def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, devic
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if loader.linears:
+    if form is not None and loader.linears:
         unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
         model.fp8_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
     loaded: nn.Module = model.eval()
@@ -95,20 +106,26 @@ class _Loader:
     """Places the tensors of a checkpoint in a model on the meta device."""
 
     def __init__(
-        self, model: Any, checkpoint: Checkpoint, form: Fp8Form, dtype: torch.dtype, device: torch.device
+        self, model: Any, checkpoint: Checkpoint, form: Fp8Form | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.model, self.checkpoint, self.form, self.dtype, self.device = model, checkpoint, form, dtype, device
-        self.num_unused, self._is_published = 0, form.method is not None
+        self.num_unused, self._is_published = 0, form is not None and form.method is not None
+        self._strategy = "" if form is None else form.strategy
         self.linears: dict[str, Fp8Linear] = {}
         """Layers in FP8, by the names of their weights and scales."""
+        self._parts: dict[str, tuple[Any, str, slice]] = {}
+        """Of experts in the model's type, by name: their module, its tensor, and their rows there."""
         self._rest = dict(model.named_parameters())
         for index, layer in enumerate(model.model.layers):
-            for names in _PACKED:
-                self._replace(layer, f"model.layers.{index}.", names)
+            prefix, has_experts = f"model.layers.{index}.", hasattr(layer.mlp, "experts")
+            for names in (_PACKED[:2] if has_experts else _PACKED) if form is not None else ():
+                self._replace(layer, prefix, names)
+            if has_experts:
+                self._replace_experts(layer.mlp, f"{prefix}mlp.experts")
 
     def load(self) -> None:
         """Check all names, shapes and types, then read one tensor after another."""
-        expected = {*self._rest, *self.linears}
+        expected = {*self._rest, *self.linears, *self._parts}
         if missing := sorted(expected.difference(self.checkpoint.names)):
             raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
         for name in self.checkpoint.names:
@@ -118,11 +135,51 @@ class _Loader:
                 self.num_unused += not name.endswith(_TABLE)
             elif name != _LM_HEAD or not self._is_tied():
                 raise self._wrong(name, f"is not a tensor of {type(self.model).__name__} with this configuration")
-        for name in self.checkpoint.names:
-            if name in expected:
-                # Opened for each tensor: what is mapped counts as memory of the process until the file is closed.
-                with safe_open(self.checkpoint.file_of(name).path, framework="pt") as file:
-                    self._place(name, file.get_tensor(name).to(self.device, copy=True))
+        for file in self.checkpoint.files:
+            for name in sorted(expected.intersection(file.tensors)):
+                if self.checkpoint.file_of(name) is not file:
+                    raise self._wrong(name, f"is there twice, in {file.path.name}, too")
+        for path, names in self._batches(expected):
+            with safe_open(path, framework="pt") as opened:
+                for name in names:
+                    self._place(name, opened.get_tensor(name).to(self.device, copy=True))
+
+    def _batches(self, names: set[str]) -> Iterator[tuple[Path, list[str]]]:
+        """Yield a file and the tensors to read while it is open: what is mapped counts as memory until it is closed."""
+        of_file = {name: self.checkpoint.file_of(name).path for name in names}
+        for path, each in groupby(sorted(names, key=lambda name: (of_file[name], name)), of_file.__getitem__):
+            batch, size = list[str](), 0
+            for name in each:
+                size += self.checkpoint.info(name).size_bytes
+                if batch and size > _MAPPED_BYTES:
+                    yield path, batch
+                    batch, size = [], self.checkpoint.info(name).size_bytes
+                batch.append(name)
+            yield path, batch
+
+    def _replace_experts(self, mlp: Any, path: str) -> None:
+        """Have the matrices of each expert, or of all, placed among those of all; ``path``: of the experts."""
+        experts = mlp.experts
+        places = {f"{part}.weight": (name, rows) for part, name, rows in expert_parts(experts, path)}
+        if any(f"{path}.{name}" in self.checkpoint.names for name in WHOLE):
+            if twice := [name for name in places if name in self.checkpoint.names]:
+                raise self._wrong(twice[0], f"is there twice: {path} has all experts in one tensor, too")
+            places = {f"{path}.{name}": (name, slice(None)) for name in WHOLE}
+        in_fp8 = [self.form is not None and self._is_fp8(name) for name in places]
+        if not all(in_fp8) and any(in_fp8):
+            raise self._wrong([*places][in_fp8.index(True)], f"is in FP8, but not all matrices of {path}")
+        for name in WHOLE:
+            del self._rest[f"{path}.{name}"]
+        if not any(in_fp8):
+            self._parts |= {stored: (experts, *place) for stored, place in places.items()}
+            return
+        mlp.experts = replaced = Fp8Experts(experts, self._strategy == "block", self.device)
+        weights = dict(zip(WHOLE, (replaced.gate_up, replaced.down), strict=True))
+        for stored, (name, rows) in places.items():
+            weight = weights[name]
+            linear = Fp8Linear(Fp8Weight(weight.words[rows], weight.scales[rows]))
+            scale = [self._scale_of(stored.removesuffix(".weight"))] if self._is_published else []
+            self.linears |= dict.fromkeys([stored, *scale], linear)
 
     def _replace(self, layer: Any, prefix: str, names: tuple[str, ...]) -> None:
         """Replace linear layers that become FP8; matrices multiplied together lie in one storage, row after row."""
@@ -134,7 +191,7 @@ class _Loader:
             raise self._wrong(first, f"is in FP8, but not all of {', '.join(names)}, which are multiplied by at once")
         linears = [layer.get_submodule(name) for name in names]
         sizes, columns = [linear.out_features for linear in linears], linears[0].in_features
-        groups = ceil(columns / SCALE_BLOCK) if self.form.strategy == "block" else 1
+        groups = ceil(columns / SCALE_BLOCK) if self._strategy == "block" else 1
         if columns % 16:
             problem = f"has {columns} columns, and matrices in FP8 need a multiple of 16"
             raise UnsupportedModelError(f"{type(self.model).__name__}: {prefix}{names[0]} {problem}.")
@@ -171,30 +228,47 @@ class _Loader:
         """Hold a tensor's shape and type against those expected."""
         info = self.checkpoint.info(name)
         dtypes: tuple[str, ...] = FLOATS
-        shape = self._rest[name].shape if name in self._rest else self.linears[name].weight.shape
-        shapes: _Shapes = [tuple(shape)]
-        if name in self.linears and not name.endswith(".weight"):
+        shape = self._shape_of(name)
+        shapes: _Shapes = [shape]
+        if name in self.linears and not name.endswith(_MATRICES):
             out, columns = shape
             blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
             allowed: dict[str, _Shapes] = {"block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]}
-            shapes = allowed[self.form.strategy]
+            shapes = allowed[self._strategy]
         elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)
-        if info.dtype not in dtypes or info.shape not in shapes:
+        # All experts of a layer below one another, but for the axis between.
+        found = info.shape if len(info.shape) < 3 else (info.shape[0] * info.shape[1], *info.shape[2:])
+        if info.dtype not in dtypes or found not in shapes:
             words = " or ".join(str(list(shape)) for shape in shapes)
             raise self._wrong(name, f"is {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} {words}")
 
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        if name in self._parts:
+            experts, attribute, rows = self._parts[name]
+            whole = getattr(experts, attribute)
+            return len(range(*rows.indices(whole.shape[0] * whole.shape[1]))), whole.shape[2]
+        return tuple(self._rest[name].shape if name in self._rest else self.linears[name].weight.shape)
+
     def _place(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into its module: as it is, in the model's type, or quantised."""
+        if name in self._parts:
+            experts, attribute, rows = self._parts[name]
+            whole = getattr(experts, attribute)
+            if whole.is_meta:
+                empty = torch.empty(whole.shape, dtype=self.dtype, device=self.device)
+                experts.register_parameter(attribute, whole := nn.Parameter(empty, requires_grad=False))
+            whole.data.flatten(0, 1)[rows] = self._finite(name, tensor.to(self.dtype)).view(-1, tensor.shape[-1])
+            return
         if name in self._rest:
             path, _, attribute = name.rpartition(".")
             kept = nn.Parameter(self._finite(name, tensor.to(self.dtype)), requires_grad=False)
             self.model.get_submodule(path).register_parameter(attribute, kept)
             return
-        linear = self.linears[name]
-        if not name.endswith(".weight"):
+        linear, tensor = self.linears[name], tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+        if not name.endswith(_MATRICES):
             scales = self._finite(name, tensor.float())
-            if self.form.strategy == "block":
+            if self._strategy == "block":
                 scales = scales.repeat_interleave(SCALE_BLOCK, 0)[: len(linear.scales)]
             linear.scales.copy_(scales.reshape(-1, linear.scales.shape[1]))
         elif self._is_published:

@@ -1,10 +1,10 @@
-"""A fused target: our own forward over the weights of a loaded Llama, Mistral, Qwen2 or Qwen3, made for CUDA graphs.
+"""A fused target: our own forward over a loaded Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, made for CUDA graphs.
 
 The weights stay the model's: q, k, v and gate, up are packed side by side and the modules' parameters become views of
 the packed storage, so that nothing is held twice and the model's own ``generate`` works as before. A layer is six
-kernels, which overlap (`kernels.products`, `kernels.attention`); nothing in it waits for the host, and lengths, slots
-and positions are read on the device. On a GPU a row's logits, keys and values depend on its own tokens and positions
-alone, to the last bit (docs/generation.md, *Why rows agree*).
+kernels, which overlap (`kernels.products`, `kernels.attention`), one with experts seven (`kernels.experts`); nothing in
+it waits for the host, and lengths, slots and positions are read on the device. On a GPU a row's logits, keys and values
+depend on its own tokens and positions alone, to the last bit (docs/generation.md, *Why rows agree*).
 
 `known.unfit_reason` says why a model cannot be fused.
 """
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from ..ops import REHEARSES, Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .expert_loading import Fp8Experts
 from .fp8 import Fp8Linear, Fp8Weight, Weight
 from .kernels.attention import AttentionParams, tree_attention
+from .kernels.experts import Experts, Routing, add_experts, gated_experts, route
 from .kernels.products import (
     HeadRows,
     Norm,
@@ -43,6 +45,16 @@ from .kernels.tree_rows import ForwardRows
 
 
 @dataclass(frozen=True)
+class DenseMlp:
+    """Gate and up, and down, of a layer without experts."""
+
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
 class FusedLayer:
     """One decoder layer; matrices are the model's [out, in], in its type or in FP8."""
 
@@ -53,10 +65,7 @@ class FusedLayer:
     o: Weight
     o_bias: Tensor | None
     norm_post: Norm
-    gate_up: Weight
-    gate_up_bias: Tensor | None
-    down: Weight
-    down_bias: Tensor | None
+    mlp: DenseMlp | Experts
     window: int | None
 
 
@@ -77,13 +86,15 @@ class FusedTarget(Target):
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
         eps = float(config.rms_norm_eps)
         self.final_norm = Norm.of(decoder.norm.weight, eps)
-        self.intermediate_size = int(config.intermediate_size)
         first = decoder.layers[0].self_attn
         self.head_dim = int(first.head_dim)
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
         self.scale = float(getattr(first, "scaling", self.head_dim**-0.5))
         self.layers = [_fuse_layer(layer, eps) for layer in decoder.layers]
+        mlps = [layer.mlp for layer in self.layers]
+        self.intermediate_size = max((mlp.down.shape[1] for mlp in mlps if isinstance(mlp, DenseMlp)), default=0)
+        self.experts = next((mlp for mlp in mlps if isinstance(mlp, Experts)), None)
         self.ops = ops or Ops.for_device(self.device)
         self._rotary = decoder.rotary_emb if rotary is None else rotary
         self._old_tables: list[tuple[Tensor, Tensor]] = []
@@ -93,6 +104,17 @@ class FusedTarget(Target):
     def layer_shapes(self) -> list[LayerShape]:
         """Shapes of all decoder layers."""
         return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
+
+    @property
+    def chunk_rows(self) -> tuple[int, ...]:
+        """See `Target.chunk_rows`: a long chunk of a mixture reads every expert, so it is longer there."""
+        return super().chunk_rows if self.experts is None else (*super().chunk_rows, 2048)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the experts that a token does not go to."""
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return sum(each.size_bytes * (each.count - each.top_k) // each.count for each in mixtures)
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
@@ -107,9 +129,13 @@ class FusedTarget(Target):
         bufs.squares, bufs.last_squares = squares
         if self.ops.use_kernels:
             layer, heads = self.layers[0], self.num_heads + 2 * self.num_kv_heads
-            sizes = tiled_heads(heads, self.head_dim), *(tiled_size(w.shape[0]) for w in (layer.o, layer.gate_up))
-            shapes = [product_shape(w) for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-            bufs.splits = split_scratch(list(zip(shapes, (*sizes, sizes[1]), strict=True)), rows, self.device)
+            dense = next((each.mlp for each in self.layers if isinstance(each.mlp, DenseMlp)), None)
+            others = [layer.o, *([] if dense is None else [dense.gate_up, dense.down])]
+            shapes = [(product_shape(weight), tiled_size(weight.shape[0])) for weight in others]
+            shapes.append((product_shape(layer.qkv), tiled_heads(heads, self.head_dim)))
+            bufs.splits = split_scratch(shapes, rows, self.device)
+        if self.experts is not None:
+            bufs.routing = Routing.allocate(self.experts, rows)
         return bufs
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -146,9 +172,15 @@ class FusedTarget(Target):
             ops(tree_attention)(bufs.query, *kv, rows.attention, params, bufs.attended, bufs.scratch)
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
-            gated, lift = bufs.gated, lift_of(layer.down, self.dtype)
-            ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, gated, scratch, lift)
-            ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, tap, scratch)
+            mlp, lift = layer.mlp, lift_of(layer.mlp.down, self.dtype)
+            if isinstance(mlp, Experts):
+                assert bufs.routing is not None
+                ops(route)(normed, layer.norm_post, mlp, rows.kv_rows, bufs.routing)
+                ops(gated_experts)(normed, layer.norm_post, mlp, bufs.routing, lift)
+                ops(add_experts)(mlp, bufs.routing, norm, normed, tap)
+            else:
+                ops(gated_product)(normed, layer.norm_post, mlp.gate_up, mlp.gate_up_bias, bufs.gated, scratch, lift)
+                ops(add_product)(bufs.gated, mlp.down, mlp.down_bias, norm, normed, tap, scratch)
         if self.tap_layers is None:
             ops(norm_rows)(normed, self.final_norm, bufs.features)
         tapped, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
@@ -181,10 +213,10 @@ def _kind_of(value: Any) -> object:
 
 
 def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    qkv, gate_up = _pack_weights([q, k, v]), _pack_weights([mlp.gate_proj, mlp.up_proj])
+    qkv, mlp = _pack_weights([q, k, v]), _fuse_mlp(layer.mlp)
     return FusedLayer(
         norm_in=Norm.of(layer.input_layernorm.weight, eps, qkv),
         qkv=qkv,
@@ -192,14 +224,24 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
         head_norms=head_norms,
         o=attention.o_proj.weight,
         o_bias=attention.o_proj.bias,
-        norm_post=Norm.of(layer.post_attention_layernorm.weight, eps, gate_up),
-        gate_up=gate_up,
-        gate_up_bias=_pack([mlp.gate_proj, mlp.up_proj], "bias") if mlp.gate_proj.bias is not None else None,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+        norm_post=Norm.of(layer.post_attention_layernorm.weight, eps, mlp.gate_up),
+        mlp=mlp,
         # Mistral's layers ask the configuration.
         window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )
+
+
+def _fuse_mlp(mlp: Any) -> DenseMlp | Experts:
+    if hasattr(mlp, "experts"):
+        router, experts = mlp.gate, mlp.experts
+        if isinstance(experts, Fp8Experts):
+            weights: tuple[Weight, Weight] = experts.gate_up, experts.down
+        else:
+            weights = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
+        return Experts(router.weight, *weights, int(router.top_k), bool(router.norm_topk_prob))
+    both = [mlp.gate_proj, mlp.up_proj]
+    bias = _pack(both, "bias") if mlp.gate_proj.bias is not None else None
+    return DenseMlp(_pack_weights(both), bias, mlp.down_proj.weight, mlp.down_proj.bias)
 
 
 def _pack_weights(modules: Sequence[nn.Module]) -> Weight:

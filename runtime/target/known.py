@@ -18,17 +18,29 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from eagle_slim.vocab_tools.compat import CALLS, compiled_call, forward_hooks, global_hooks, name_attention_
+from eagle_slim.vocab_tools.compat import (
+    CALLS,
+    compiled_call,
+    experts_function,
+    forward_hooks,
+    global_hooks,
+    name_attention_,
+)
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError, check_choice
+from .expert_loading import Fp8Experts
 from .fp8 import Fp8Linear
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+_FILES = {"Qwen3Moe": "qwen3_moe"}
+"""transformers' names of families that are not theirs in small letters."""
 FUSED_ON = ("cuda",)
 """Types of devices on which "auto" is the fused forward."""
 _ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
-_ATTRIBUTES = (*_ATTENTION, "layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
+_EXPERTS = ("top_k", "norm_topk_prob", "num_experts", "has_gate", "is_concatenated", "is_transposed")
+_OTHERS = ("layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
+_ATTRIBUTES = (*_ATTENTION, *_EXPERTS, *_OTHERS)
 """Attributes of modules that a forward computes with."""
 _RECORDER = "transformers.utils.output_capturing"
 _FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
@@ -83,8 +95,9 @@ def _unfit(model: Any) -> Iterator[str]:
     config, family = model.config, str(family_of(model))
     if type(model).__name__ != f"{family}ForCausalLM":
         yield f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
-    package = f"transformers.models.{family.lower()}"
-    file: Any = import_module(f"{package}.modeling_{family.lower()}")
+    name = _FILES.get(family, family.lower())
+    package = f"transformers.models.{name}"
+    file: Any = import_module(f"{package}.modeling_{name}")
     for name, value in vars(file).items():
         is_class, kind = isinstance(value, type) and name.startswith(family), type(value).__name__
         is_own = value.__qualname__ == name and value.__module__.startswith(package) if is_class else True
@@ -96,6 +109,9 @@ def _unfit(model: Any) -> Iterator[str]:
         yield "its configuration asks for another attention mask"
     if config.hidden_act not in ("silu", "swish"):
         yield f"its hidden_act is {config.hidden_act}"
+    experts = experts_function(config)
+    if experts is not None and not is_of_a_library(experts):
+        yield f"its experts are run by {experts.__module__}.{experts.__qualname__}"
     if problem := unfit_head_dim(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads):
         yield problem
     own = copy.deepcopy(config)
@@ -123,6 +139,7 @@ def _facts(model: Any) -> dict[str, Any]:
     """Return what decides a forward besides numbers, by the beginning of a sentence that says it."""
     facts: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
+        module = module.plain if type(module) is Fp8Experts else module
         is_fp8 = type(module) is Fp8Linear and path.startswith("model.layers.")
         kind, where = nn.Linear if is_fp8 else type(module), path or type(model).__name__
         tensors = {"weight": module.weight} if is_fp8 else dict(module.named_buffers(recurse=False))

@@ -21,7 +21,14 @@ from unittest.mock import ANY  # equal to everything
 
 import numpy as np
 import torch.nn.functional as F
-from eagle_slim.vocab_tools.compat import attention_name, global_hooks, is_config, tensor_state, unread_attributes
+from eagle_slim.vocab_tools.compat import (
+    attention_name,
+    experts_function,
+    global_hooks,
+    is_config,
+    tensor_state,
+    unread_attributes,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -64,6 +71,7 @@ class Watch:
             self._compare(partial(_pick, itemgetter("__name__", *names), held), _DEEPEST)
         configs = [each for each in self._taken.values() if is_config(each)]
         self._compare(lambda: {id(each): ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs}, 0)
+        self._compare(lambda: {id(each): experts_function(each) for each in configs}, 0)
         self._compare(lambda: {"hooks": global_hooks(), "classes": list(map(type, modules))}, 0)
 
     def has_changed(self) -> bool:

@@ -27,6 +27,7 @@ from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .expert_loading import Fp8Experts
 from .few_rows import few_rows
 from .fp8 import Fp8Linear
 from .fused import FusedTarget
@@ -179,7 +180,7 @@ class TargetModel(Target):
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
-        if any(isinstance(module, Fp8Linear) for module in self.model.modules()):
+        if any(isinstance(module, (Fp8Linear, Fp8Experts)) for module in self.model.modules()):
             reason = "it was asked for" if self._asked == "transformers" else unfit_reason(self.model)
             if reason is not None:
                 raise UnsupportedModelError(
@@ -213,9 +214,10 @@ class TargetModel(Target):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
+        """Bytes of the weights that a token reads: those of the decoder layers and of the LM head."""
         layers = chain.from_iterable(chain(layer.parameters(), layer.buffers()) for layer in self.layers)
-        return sum(weight.nbytes for weight in (*layers, self.lm_head))
+        unread = 0 if self._fused is None else self._fused.unread_bytes
+        return sum(weight.nbytes for weight in (*layers, self.lm_head)) - unread
 
     @property
     def max_positions(self) -> int | None:

@@ -15,6 +15,7 @@ MISTAKES = {
         *(["--steps", "0"], ["--rounds", "0"], ["--accepted", "7.1"], ["--accepted", "0.9"]),
     ),
     "load_fp8": (["--dims", "gpt"], ["--layers", "0"]),
+    "mixture": (["--rows", "gpt"], ["--target-weights", "int4"]),
     "price": (["--dims", "gpt"], ["--places", "0"]),
     "shapes": (["--new", "1"], ["--steps", "1"]),
     "step": (["--dims", "gpt"],),

@@ -21,7 +21,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
-from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
+from eagle_slim.runtime.target.kernels import attention, experts, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
@@ -129,6 +129,7 @@ def run_all(compiler: Compiler) -> None:
         tree_attention(query, keys[0], keys[0], attends, params, out, scratch)
     for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
         multiply(compiler, groups)
+        run_experts(compiler, groups)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -144,19 +145,19 @@ def run_all(compiler: Compiler) -> None:
     draw_paths(choices, trees, torch.ones(240, 16, dtype=torch.int32), state.lengths, state.lengths)
 
 
+def weight(groups: int, *shape: int) -> Any:
+    # Never written, so no memory is taken.
+    if not groups:
+        return torch.empty(shape, dtype=torch.bfloat16)
+    scales = torch.empty(shape[0], 1 if groups == 1 else -(-shape[1] // SCALE_BLOCK))
+    return Fp8Weight(torch.empty(shape[0], shape[1] // 4, dtype=torch.int32), scales)
+
+
 def multiply(compiler: Compiler, groups: int) -> None:
     """Call every product for a plain token, a tree and a chunk, with and without what they may be given.
 
     ``groups``: of scales of each row of FP8 weights, as many as for rows or as for columns; 0 multiplies bf16 weights.
     """
-
-    def weight(*shape: int) -> Any:
-        # Never written, so no memory is taken.
-        if not groups:
-            return torch.empty(shape, dtype=torch.bfloat16)
-        scales = torch.empty(shape[0], 1 if groups == 1 else -(-shape[1] // SCALE_BLOCK))
-        return Fp8Weight(torch.empty(shape[0], shape[1] // 4, dtype=torch.int32), scales)
-
     kind = ("", ", FP8", ", FP8 by blocks")[groups]
     keys = torch.zeros(SLOTS, KV_HEADS, 1024, HEAD_DIM, dtype=torch.bfloat16)
     cases = ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None), (128, None))
@@ -166,8 +167,12 @@ def multiply(compiler: Compiler, groups: int) -> None:
         x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
         gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
         normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(HIDDEN)))
-        qkv, table = weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), torch.zeros(64, 64)
-        gate_up, down, lm_head = weight(2 * MIDDLE, HIDDEN), weight(HIDDEN, MIDDLE), weight(VOCAB, HIDDEN)
+        qkv, table = weight(groups, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), torch.zeros(64, 64)
+        gate_up, down, lm_head = (
+            weight(groups, 2 * MIDDLE, HIDDEN),
+            weight(groups, HIDDEN, MIDDLE),
+            weight(groups, VOCAB, HIDDEN),
+        )
         lift = products.lift_of(qkv, torch.bfloat16)
         norm, bias = products.Norm(x[0], 1e-5, 1.0, lift), gated[0] if norms else None
         ints = torch.zeros(rows, dtype=torch.int32)
@@ -181,11 +186,15 @@ def multiply(compiler: Compiler, groups: int) -> None:
             if groups == 1:
                 # Sizes of a 70B model, whose tiles are those of many programs.
                 compiler.variant += ", wide"
-                products.qkv_product(normed, norm, weight(10240, HIDDEN), bias, head_norms, heads, keys, keys, scratch)
-                products.add_product(gated, weight(8192, MIDDLE), bias, norm, normed, x if norms else None, scratch)
+                products.qkv_product(
+                    normed, norm, weight(groups, 10240, HIDDEN), bias, head_norms, heads, keys, keys, scratch
+                )
+                products.add_product(
+                    gated, weight(groups, 8192, MIDDLE), bias, norm, normed, x if norms else None, scratch
+                )
             continue
         products.embed(x, ints, norm, normed, x if norms else None)
-        products.add_product(x, weight(HIDDEN, HIDDEN), bias, norm, normed, x if norms else None, scratch)
+        products.add_product(x, weight(groups, HIDDEN, HIDDEN), bias, norm, normed, x if norms else None, scratch)
         products.add_product(gated, down, bias, norm, normed, None, scratch)
         products.norm_rows(normed, norm, x)
         products.head_product(normed, norm, lm_head, logits)
@@ -193,8 +202,26 @@ def multiply(compiler: Compiler, groups: int) -> None:
             # Half heads, which no descriptor copies.
             compiler.variant += ", heads of 64"
             keys_64 = keys.view(SLOTS, KV_HEADS, -1, 64)
-            products.qkv_product(normed, norm, weight(48 * 64, HIDDEN), None, None, heads, keys_64, keys_64, scratch)
+            products.qkv_product(
+                normed, norm, weight(groups, 48 * 64, HIDDEN), None, None, heads, keys_64, keys_64, scratch
+            )
     compiler.variant = ""
+
+
+def run_experts(compiler: Compiler, groups: int) -> None:
+    """Call a layer of experts, of Qwen3-30B-A3B's size, for a token, trees and chunks; ``groups`` as in `multiply`."""
+    count, width, hidden, top_k = 128, 768, 2048, 8
+    for rows in (1, 16, NODES, CHUNK, 4 * CHUNK):
+        compiler.variant = f"{rows} rows{('', ', FP8', ', FP8 by blocks')[groups]}"
+        weights = weight(groups, count * 2 * width, hidden), weight(groups, count * hidden, width)
+        router, x = torch.empty(count, hidden, dtype=torch.bfloat16), torch.zeros(rows, hidden, dtype=torch.bfloat16)
+        normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
+        norm = products.Norm(x[0], 1e-5, 1.0, products.lift_of(weights[0], torch.bfloat16))
+        layer = experts.Experts(router, *weights, top_k, True)
+        routing = experts.Routing.allocate(layer, rows)
+        experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
+        experts.gated_experts(normed, norm, layer, routing, norm.lift)
+        experts.add_experts(layer, routing, norm, normed, x if rows == NODES else None)
 
 
 def main() -> None:
@@ -205,14 +232,15 @@ def main() -> None:
     compiler = Compiler(KNOWN_CHIPS[args.chip])
     machine.major_capability = products.major_capability = lambda _device: compiler.chip.capability // 10
     products.programs_wait = lambda _device: True
-    products.overwrites_operands = lambda _device: compiler.chip.capability == 90
+    products.overwrites_operands = experts.overwrites_operands = lambda _device: compiler.chip.capability == 90
     overlaps = compiler.chip.capability >= 90
     launch = machine.NO_FUSION | ({"launch_pdl": True} if overlaps else {})
-    products.overlapping = attention.overlapping = lambda _device: (overlaps, launch)
+    products.overlapping = experts.overlapping = attention.overlapping = lambda _device: (overlaps, launch)
     JITFunction.__getitem__ = lambda kernel, _grid: lambda *args, **keywords: compiler.launch(kernel, args, keywords)
     if args.fp8:
         for groups in (1, 2):
             multiply(compiler, groups)
+            run_experts(compiler, groups)
     else:
         run_all(compiler)
     print(json.dumps(compiler.reports))

@@ -27,6 +27,9 @@ LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 NINE_HEADS = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 QWEN2 = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
 
+MIXTURE = {"hidden_size": 1024, "num_attention_heads": 8, "num_experts": 64, "moe_intermediate_size": 384}
+MIXTURE |= {"num_experts_per_tok": 8, "num_hidden_layers": 4}
+
 
 @dataclass(frozen=True)
 class Text:
@@ -156,7 +159,8 @@ def check_chunks(text: Text, start: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "mistral"))]
+    "kind",
+    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "mistral", "qwen3moe"))],
 )
 @torch.inference_mode()
 def test_small(device: str, kind: str) -> None:
@@ -180,6 +184,8 @@ def test_small(device: str, kind: str) -> None:
         ("llama", torch.float32, 300, {"hidden_size": 256, "num_key_value_heads": 4}),
         ("qwen2", torch.bfloat16, 300, QWEN2),
         ("qwen3", torch.bfloat16, 300, {"hidden_size": 1024, "num_attention_heads": 8}),
+        ("qwen3moe", torch.bfloat16, 300, MIXTURE),
+        ("qwen3moe", torch.float16, 300, MIXTURE | {"decoder_sparse_step": 2, "norm_topk_prob": True}),
         ("mistral", torch.float16, 300, {"hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}),
     ],
 )

@@ -19,13 +19,15 @@ NEAR_TIE = 1e-4
 SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 64}
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A random causal LM in fp32: "llama", "qwen2" (mixed windows), "qwen3" or "mistral" (window in all layers)."""
+    """A random causal LM in fp32: "llama", "qwen2" (mixed windows), "qwen3", "mistral" (window in all layers), or
+    "qwen3moe", all of whose layers have experts."""
     import transformers
 
     torch.manual_seed(seed)
@@ -36,6 +38,7 @@ def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
         "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": types}),
         "qwen3": ("Qwen3", {"head_dim": 16}),
         "mistral": ("Mistral", {"sliding_window": WINDOW}),
+        "qwen3moe": ("Qwen3Moe", EXPERTS),
     }[kind]
     config = getattr(transformers, f"{name}Config")(**{**more, **sizes})
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -47,8 +50,8 @@ def widen(parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Draw matrices wide enough that next tokens are decided clearly; norms stay near one."""
     with torch.no_grad():
         for name, parameter in parameters:
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * (3.0 if "head" in name else 1.5))
+            if parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 * (3.0 if "head" in name else 1.5))
             elif "norm" in name:
                 nn.init.normal_(parameter, mean=1.0, std=0.1)
 

@@ -48,6 +48,7 @@ MODELS = {
     "llama-3.1-8b": Dims(4096, 14336, 32, 8, 128, 128256),
     "qwen3-8b": Dims(4096, 12288, 32, 8, 128, 151936),
     "llama-3.3-70b": Dims(8192, 28672, 64, 8, 128, 128256),
+    "qwen3-30b-a3b": Dims(2048, 6144, 32, 4, 128, 151936),
 }
 """From each model's ``config.json`` on the Hugging Face Hub."""
 

@@ -150,7 +150,7 @@ class HeadShape:
 
 
 @triton.jit
-def _place(rows, SHAPE: tl.constexpr, TILES: tl.constexpr):
+def place(rows, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Return a program's blocks of rows and of w, split, and rows: splits first, then rows, that share w in the L2."""
     SPLITS: tl.constexpr = 1 if TILES.sums_all_splits else SHAPE.splits
     blocks = tl.cdiv(rows, TILES.block_rows)
@@ -201,7 +201,7 @@ def _widened(words, kind: tl.constexpr):
     """Widen FP8 weights [rows, words] to another type [rows, 4 * words], in their own order (`Fp8Weight`).
 
     Sign, exponent and mantissa move to their places; nothing is multiplied. As the exponent's bias stays e4m3's, bf16
-    numbers are 2^120 and fp16 numbers 2^8 too small, subnormals too: `_row_scales` and rows make up for it.
+    numbers are 2^120 and fp16 numbers 2^8 too small, subnormals too: `row_scales` and rows make up for it.
     """
     words = words.to(tl.uint32, bitcast=True)
     if kind == tl.bfloat16:
@@ -246,7 +246,7 @@ def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.
 
 
 @triton.jit
-def _sum_split(operands, row, inside, n, n_inside, split, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr):
+def sum_split(operands, row, inside, n, n_inside, split, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Add a split's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
     k = tl.arange(0, TILES.block_k)
     element = tl.arange(0, TILES.block_k // SHAPE.packed)
@@ -292,7 +292,7 @@ def _tma_split(
 
 
 @triton.jit
-def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
+def ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Have columns from ``k0`` on brought into the L2."""
     if TILES.ahead > 0:
         LINE: tl.constexpr = SHAPE.packed * 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
@@ -327,7 +327,7 @@ def _load_split(scratch, split, row, inside, SHAPE: tl.constexpr, TILES: tl.cons
 
 @triton.jit
 def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Sum a tile for the rows that this program writes, times `_row_scales`: splits, two or four, in order.
+    """Sum a tile for the rows that this program writes, times `row_scales`: splits, two or four, in order.
 
     All are on their way before the first is added.
     """
@@ -345,7 +345,7 @@ def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.con
 
 
 @triton.jit
-def _row_scales(operands, n, n_inside, SHAPE: tl.constexpr):
+def row_scales(operands, n, n_inside, SHAPE: tl.constexpr):
     """Return the factor of sums of `_widened` weights: a row's scale if `_step` has applied none, a power of two."""
     POWER: tl.constexpr = _LIFT if operands.x.dtype.element_ty == tl.bfloat16 else 256.0
     if SHAPE.groups == 1:
@@ -386,14 +386,14 @@ def _may_end(scratch, acc, row, inside, has_own, SHAPE: tl.constexpr, TILES: tl.
 
 
 @triton.jit
-def _begin(operands, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
-    """Wait for the kernels before, with the first weights on their way; `_product` goes on with them.
+def begin(operands, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
+    """Wait for the kernels before, with the first weights on their way; `product` goes on with them.
 
     Between both a kernel loads what it needs at its end.
     """
     if TILES.sums_all_splits or TILES.tma:
         if OVERLAP:
-            _ask_ahead(operands.w, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
+            ask_ahead(operands.w, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return n
     else:
@@ -402,13 +402,13 @@ def _begin(operands, n, n_inside, split, SHAPE: tl.constexpr, TILES: tl.constexp
         w_at = operands.w + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
         w = _weights(w_at, n_inside, k, stop, SHAPE, TILES)
         if OVERLAP:
-            _ask_ahead(operands.w, n, n_inside, split * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
+            ask_ahead(operands.w, n, n_inside, split * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return w
 
 
 @triton.jit
-def _product(
+def product(
     first_weights,
     operands,
     row,
@@ -433,22 +433,22 @@ def _product(
                 acc = _add(more, acc)
     elif TILES.sums_all_splits:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        acc = _sum_split(operands, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
+        acc = sum_split(operands, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            acc = _add(_sum_split(operands, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
+            acc = _add(sum_split(operands, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
     else:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = split * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((split + 1) * SHAPE.split_size, SHAPE.depth)
         x = _columns(operands.x + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
         acc = _step(first_weights, x, acc, operands.scales, n, n_inside, split * SHAPE.split_size, SHAPE, TILES)
-        acc = _sum_split(operands, row, inside, n, n_inside, split, TILES.block_k, acc, SHAPE, TILES)
+        acc = sum_split(operands, row, inside, n, n_inside, split, TILES.block_k, acc, SHAPE, TILES)
     return acc
 
 
 @triton.jit
-def _pairs(acc):
+def split_pairs(acc):
     """Take a tile [block_n, block_rows] apart into both products of each pair, [block_n / 2, block_rows] each."""
     SIZE: tl.constexpr = acc.shape[0] // 2
     ROWS: tl.constexpr = acc.shape[1]
@@ -459,7 +459,7 @@ def _pairs(acc):
 
 @triton.jit
 def _interleaved(first, second):
-    """Join both products of each pair, as `_pairs` takes them apart."""
+    """Join both products of each pair, as `split_pairs` takes them apart."""
     SIZE: tl.constexpr = first.shape[0]
     ROWS: tl.constexpr = first.shape[1]
     both = tl.join(
@@ -469,7 +469,7 @@ def _interleaved(first, second):
 
 
 @triton.jit
-def _pair_of(i):
+def own_pair(i):
     """Return the pair of a tile that its row i is of, and whether it is the second of both."""
     return i // (2 * _PAIRED) * _PAIRED + i % _PAIRED, i // _PAIRED % 2
 
@@ -481,7 +481,7 @@ def _block_of(count):
 
 
 @triton.jit
-def _squares(factor, row, inside, DEPTH: tl.constexpr):
+def load_squares(factor, row, inside, DEPTH: tl.constexpr):
     """Load the sums of squares of some rows, [block_rows, groups]."""
     count: tl.constexpr = (DEPTH + _GROUP - 1) // _GROUP
     GROUPS: tl.constexpr = _block_of(count)
@@ -565,7 +565,7 @@ def norm_kernel(
     inside = row < rows
     both = inside[:, None] & (n < SIZE)[None, :]
     wait_for_previous(OVERLAP)
-    times = norm_factor(_squares(factor, row, inside, SIZE), factor.eps, factor.unshrink, SIZE)
+    times = norm_factor(load_squares(factor, row, inside, SIZE), factor.eps, factor.unshrink, SIZE)
     value = tl.load(scaled_ptr + row.to(tl.int64)[:, None] * SIZE + n[None, :], mask=both, other=0.0).to(tl.float32)
     to = row.to(tl.int64)[:, None] * stride_out + n[None, :]
     tl.store(out_ptr + to, (value * times[:, None]).to(out_ptr.dtype.element_ty), mask=both)
@@ -593,16 +593,16 @@ def add_product_kernel(
 ):
     """Add a product to the residual."""
     let_next_begin(OVERLAP)
-    block, tile, split, row = _place(rows, SHAPE, TILES)
+    block, tile, split, row = place(rows, SHAPE, TILES)
     own = _own_rows(block, split, SHAPE, TILES)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, own_inside, n_inside = row < rows, own < rows, n < SHAPE.size
     operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
-    w = _begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
+    w = begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
     residual_at = out.residual + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
-    scales = _row_scales(operands, n, n_inside, SHAPE)
-    acc = _product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
+    scales = row_scales(operands, n, n_inside, SHAPE)
+    acc = product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
@@ -631,13 +631,13 @@ def head_product_kernel(
 ):
     """Write logits; K is whole."""
     let_next_begin(OVERLAP)
-    _, tile, split, row = _place(rows, SHAPE, TILES)
+    _, tile, split, row = place(rows, SHAPE, TILES)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, n_inside = row < rows, n < SHAPE.size
     operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
-    w = _begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, row, inside, SHAPE.depth)
-    acc = _product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
+    w = begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
+    squares = load_squares(factor, row, inside, SHAPE.depth)
+    acc = product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -666,20 +666,20 @@ def gated_product_kernel(
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
     PAIRS: tl.constexpr = TILES.block_n // 2
-    block, tile, split, row = _place(rows, SHAPE, TILES)
-    pair, is_up = _pair_of(tl.arange(0, TILES.block_n))
+    block, tile, split, row = place(rows, SHAPE, TILES)
+    pair, is_up = own_pair(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRS + pair
     own = _own_rows(block, split, SHAPE, TILES)
     inside, own_inside = row < rows, own < rows
     w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
-    w = _begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, own, own_inside, SHAPE.depth)
-    scales = _row_scales(operands, w_row, w_inside, SHAPE)
+    w = begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
+    squares = load_squares(factor, own, own_inside, SHAPE.depth)
+    scales = row_scales(operands, w_row, w_inside, SHAPE)
     halfway = tile * PAIRS + SIZE
-    acc = _product(w, operands, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True)
+    acc = product(w, operands, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
-        gate, up = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
+        gate, up = split_pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         n = tile * PAIRS + tl.arange(0, PAIRS)
         n_inside = n < SIZE
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
@@ -717,8 +717,8 @@ def qkv_product_kernel(
     BLOCK: tl.constexpr = HEADS.half_block
     PAIRS: tl.constexpr = TILES.block_n // 2
     IN_TILE: tl.constexpr = PAIRS // BLOCK
-    block, tile, split, row = _place(rows, SHAPE, TILES)
-    pair, is_second = _pair_of(tl.arange(0, TILES.block_n))
+    block, tile, split, row = place(rows, SHAPE, TILES)
+    pair, is_second = own_pair(tl.arange(0, TILES.block_n))
     own = _own_rows(block, split, SHAPE, TILES)
     inside, own_inside = row < rows, own < rows
     of_head = tile * IN_TILE + pair // BLOCK
@@ -729,11 +729,11 @@ def qkv_product_kernel(
     kv_row = tl.load(heads.kv_rows + own, mask=own_inside, other=-1).to(tl.int64)
     slot = tl.load(heads.slots + own // nodes, mask=own_inside, other=0).to(tl.int64)
     operands = Operands(x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr)
-    w = _begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, own, own_inside, SHAPE.depth)
-    scales = _row_scales(operands, w_row, w_inside, SHAPE)
+    w = begin(operands, w_row, w_inside, split, SHAPE, TILES, OVERLAP)
+    squares = load_squares(factor, own, own_inside, SHAPE.depth)
+    scales = row_scales(operands, w_row, w_inside, SHAPE)
     halfway = tile * HEADS.head_dim + HALF
-    acc = _product(w, operands, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True)
+    acc = product(w, operands, row, inside, w_row, w_inside, halfway, split, SHAPE, TILES, True)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         i = tl.arange(0, PAIRS)
         head, d = tile * IN_TILE + i // BLOCK, i % BLOCK
@@ -743,7 +743,7 @@ def qkv_product_kernel(
         turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & own_inside[None, :]
         cos = tl.load(heads.cos + at, mask=turned, other=1.0)
         sin = tl.load(heads.sin + at, mask=turned, other=0.0)
-        first, second = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
+        first, second = split_pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         first *= times[None, :]
         second *= times[None, :]

@@ -106,10 +106,11 @@ def product_shape(weight: Weight) -> ProductShape:
     while splits < 4 and depth >= 2048 * splits and size // 64 * splits < enough:
         splits *= 2
     part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
-    return ProductShape(size, depth, -(-depth // part), part, _precision(_source(weight)), groups)
+    return ProductShape(size, depth, -(-depth // part), part, precision_of(source_of(weight)), groups)
 
 
-def _precision(weight: Tensor) -> str:
+def precision_of(weight: Tensor) -> str:
+    """Return the precision of products with a weight: fp32 as it is."""
     return "ieee" if weight.dtype == torch.float32 else "tf32"
 
 
@@ -122,12 +123,13 @@ def has_descriptors(weight: Weight, x: Tensor) -> bool:
         major_capability(x.device) in (9, 10)
         and x.itemsize == 2
         and weight.shape[1] % 8 == 0
-        and _source(weight).data_ptr() % 16 == 0
+        and source_of(weight).data_ptr() % 16 == 0
         and x.data_ptr() % 16 == 0
     )
 
 
-def _source(weight: Weight) -> Tensor:
+def source_of(weight: Weight) -> Tensor:
+    """Return what a kernel reads a weight from."""
     return weight.words if isinstance(weight, Fp8Weight) else weight
 
 
@@ -166,10 +168,11 @@ def _half_block(head_dim: int) -> int:
 
 def embed_ref(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None = None) -> None:
     """Begin a forward: the rows of ``table`` [vocab, hidden] of ``tokens`` int32 [rows], copied to ``tap`` too."""
-    _put_ref(table[tokens.long()], norm, rows, tap)
+    put_residual_ref(table[tokens.long()], norm, rows, tap)
 
 
-def _put_ref(value: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None) -> None:
+def put_residual_ref(value: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None) -> None:
+    """Write fp32 rows as the residual, rounded once, and what the next norm needs of them."""
     rows.residual.copy_(value)
     if tap is not None:
         tap.copy_(rows.residual)
@@ -186,7 +189,7 @@ def embed(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tens
     # Without ``launch_pdl``: it follows kernels that do not let it begin early, and which it must wait for.
     overlaps, _ = overlapping(table.device)
     constants = {"SIZE": hidden, "BLOCK_ROWS": block, "TAP": tap is not None, "OVERLAP": overlaps, "num_warps": 1}
-    given = table, tokens, norm.gain, norm.shrink * norm.lift, count, rows, _tap(rows, tap)
+    given = table, tokens, norm.gain, norm.shrink * norm.lift, count, rows, tap_args(rows, tap)
     kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](*given, **constants, **NO_FUSION)
 
 
@@ -200,11 +203,11 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
     count, hidden = rows.scaled.shape
     overlaps, options = overlapping(out.device)
     constants = {"SIZE": hidden, "BLOCK_ROWS": 4, "BLOCK": 256, "OVERLAP": overlaps, "num_warps": 4}
-    given = rows.scaled, _factor(rows, norm), count, out, out.stride(0)
+    given = rows.scaled, factor_args(rows, norm), count, out, out.stride(0)
     kernels.norm_kernel[(triton.cdiv(count, 4), triton.cdiv(hidden, 256))](*given, **constants, **options)
 
 
-def _times(x: Tensor, weight: Weight) -> Tensor:
+def multiply(x: Tensor, weight: Weight) -> Tensor:
     """Multiply rows, `lift_of` times too large, by a weight, in fp32; no FP8 weight is rounded to the rows' type."""
     if isinstance(weight, Fp8Weight):
         return x.float() / lift_of(weight, x.dtype) @ weight.dequantised(torch.float32).t()
@@ -231,7 +234,7 @@ def qkv_product_ref(
     count = len(rows.scaled)
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
-    qkv = _times(rows.scaled, weight) * rows.factor(norm)
+    qkv = multiply(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         qkv += bias.float()
     q, k, v = qkv.view(count, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), 1)
@@ -280,7 +283,7 @@ def qkv_product(
     strides, nodes = (keys.stride(0), keys.stride(1)), count // len(out.slots)
     args = HeadArgs(norm.gain if bias is None else bias, *gains, norm.eps, *out, keys, values, *strides)
     blocks = triton.cdiv(heads + 2 * kv_heads, tiles.block_n // 2 // half_block)
-    given = _factor(rows, norm), args, nodes, count, scratch
+    given = factor_args(rows, norm), args, nodes, count, scratch
     heads_of = HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None)
     constants = {"HEADS": heads_of, "BIAS": bias is not None}
     _launch(kernels.qkv_product_kernel, "pairs", count, rows.scaled, weight, given, constants, shape, tiles, blocks)
@@ -312,10 +315,10 @@ def add_product_ref(
     scratch: SplitScratch | None = None,
 ) -> None:
     """Add ``x`` [rows, in] / `lift_of` times ``weight`` [hidden, in], and ``bias``, to the residual and ``tap``."""
-    delta = _times(x, weight)
+    delta = multiply(x, weight)
     if bias is not None:
         delta += bias.float()
-    _put_ref(rows.residual.float() + delta, norm, rows, tap)
+    put_residual_ref(rows.residual.float() + delta, norm, rows, tap)
 
 
 def add_product(
@@ -331,7 +334,7 @@ def add_product(
     """Run `add_product_ref` as one launch."""
     assert scratch is not None
     norms = norm.gain if bias is None else bias, norm.gain, norm.shrink * norm.lift
-    given = *norms, len(x), rows, _tap(rows, tap), scratch
+    given = *norms, len(x), rows, tap_args(rows, tap), scratch
     constants = {"BIAS": bias is not None, "TAP": tap is not None}
     _launch(kernels.add_product_kernel, "sum", len(x), x, weight, given, constants, product_shape(weight), tiles)
 
@@ -346,7 +349,7 @@ def gated_product_ref(
     lift: float = 1.0,
 ) -> None:
     """Write ``silu(gate) * up * lift`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
-    both = _times(rows.scaled, weight) * rows.factor(norm)
+    both = multiply(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         both += bias.float()
     gate, up = both.chunk(2, -1)
@@ -365,7 +368,7 @@ def gated_product(
 ) -> None:
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
-    given = norm.gain if bias is None else bias, _factor(rows, norm), len(out), out, scratch
+    given = norm.gain if bias is None else bias, factor_args(rows, norm), len(out), out, scratch
     constants = {"LIFT": lift, "BIAS": bias is not None}
     shape = product_shape(weight)
     _launch(kernels.gated_product_kernel, "pairs", len(out), rows.scaled, weight, given, constants, shape, tiles)
@@ -380,8 +383,8 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     """Run `head_product_ref` as one launch."""
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
-    shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    given = _factor(rows, norm), len(out), out
+    shape = ProductShape(size, depth, 1, depth, precision_of(weight))
+    given = factor_args(rows, norm), len(out), out
     _launch(kernels.head_product_kernel, "logits", len(out), rows.scaled, weight, given, {}, shape, tiles)
 
 
@@ -421,7 +424,7 @@ def _launch(
 
 def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
     """Return rows and a weight as tensors, then as what copies their tiles, and the weight's scales."""
-    source, scales = _source(weight), weight.scales if isinstance(weight, Fp8Weight) else None
+    source, scales = source_of(weight), weight.scales if isinstance(weight, Fp8Weight) else None
     if not tiles.tma:
         return x, source, x, source, scales
     tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
@@ -429,9 +432,11 @@ def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> 
     return x, source, copied, TensorDescriptor.from_tensor(source, tile), scales
 
 
-def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
+def factor_args(rows: NormedRows, norm: Norm) -> FactorArgs:
+    """Return what a kernel computes the rows' norm factors from."""
     return FactorArgs(rows.squares, norm.eps, 1.0 / norm.shrink)
 
 
-def _tap(rows: NormedRows, tap: Tensor | None) -> kernels.Tap:
+def tap_args(rows: NormedRows, tap: Tensor | None) -> kernels.Tap:
+    """Return where a kernel copies the residual to."""
     return kernels.Tap(rows.residual, 0) if tap is None else kernels.Tap(tap, tap.stride(0))

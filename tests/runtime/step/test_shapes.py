@@ -227,6 +227,16 @@ def test_shapes_stay_within_the_tree_that_was_asked_for() -> None:
     assert shapes.shapes_up_to(TreeConfig(5, 1, 7)) == (None, CHAIN, TreeConfig(5, 1, 7))
 
 
+def test_a_mixture_has_passes_of_few_rows_and_guesses_by_rows() -> None:
+    pair, four = TreeConfig(0, 1, 2), TreeConfig(2, 1, 4)
+    assert shapes.shapes_up_to(LARGE, shapes.OF_MIXTURES) == (None, pair, CHAIN, four, SHORT, LONG, LARGE)
+    assert shapes.first_shape(1, shapes.OF_MIXTURES, is_mixture=True) == CHAIN
+    costs = Costs(1_000_000, 10, is_mixture=True)
+    costs.add(None, 1, 100, 3.0)
+    costs.add(CHAIN, 1, 100, 5.0)
+    assert [costs.guess(each, 1, 100) for each in (pair, four, LARGE)] == [4.0, 6.0, 62.0]
+
+
 def test_no_step_passes_over_more_rows_than_pay() -> None:
     assert shapes.shapes_for(4, shapes.SHAPES) == [None, CHAIN, SHORT, LONG, LARGE]
     assert shapes.shapes_for(16, shapes.SHAPES) == [None, CHAIN, SHORT, LONG]

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from eagle_slim.runtime import EagleSlimError, TargetError, TreeConfig, Unsuppor
 from eagle_slim.runtime.model import SpeculativeModel
 from eagle_slim.runtime.opening import target_files
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
-from eagle_slim.runtime.target.fp8_loading import fetch_target, load_fp8
+from eagle_slim.runtime.target.fp8_loading import fetch_target, load_by_tensor
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file, save_file
+from support.fp8_forms import FORMS, by_row, compressed
 from support.heads import change_config
 from support.hub_server import HubServer, connected
 from support.sweeps import sweep
@@ -26,55 +26,6 @@ from torch import Tensor, nn
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 40}
 """Blocks of 128 that are cut off on both sides."""
-Quantise = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "observer": "minmax"}
-
-
-def by_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, scales [blocks, blocks] and the dequantised matrix of a weight [out, in], worked out block by block."""
-    values, wide = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
-    scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
-    for i, j in [(i, j) for i in range(len(scales)) for j in range(scales.shape[1])]:
-        block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-        scales[i, j] = weight[block].abs().max() / 448
-        values[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-        wide[block] = values[block].float() * scales[i, j]
-    return values, scales, wide
-
-
-def by_matrix(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    values, scales, wide = by_blocks(weight, *weight.shape)
-    return values, scales[0, 0], wide
-
-
-def by_row(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return by_blocks(weight, 1, weight.shape[1])
-
-
-def compressed(strategy: str, **more: Any) -> dict[str, Any]:
-    group = {
-        "weights": {**WEIGHTS, "strategy": strategy, "group_size": None, **more},
-        "targets": ["Linear"],
-        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"},
-    }
-    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
-    whole = {"kv_cache_scheme": None, "quantization_status": "compressed", "ignore": ["lm_head", "re:.*o_proj$"]}
-    return settings | whole
-
-
-by_128 = partial(by_blocks, rows=128, columns=128)
-BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}}
-FORMS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
-    "fp8, blocks": (BLOCKS, by_128, "weight_scale_inv"),
-    "fp8, matrices": ({"quant_method": "fp8", "activation_scheme": "static"}, by_matrix, "weight_scale"),
-    "compressed-tensors, rows": (compressed("channel"), by_row, "weight_scale"),
-    "compressed-tensors, matrices": (compressed("tensor"), by_matrix, "weight_scale"),
-    "compressed-tensors, blocks": (compressed("block", block_structure=[128, 128]), by_128, "weight_scale"),
-    "fbgemm": (FBGEMM, by_row, "weight_scale"),
-    "modelopt": (MODELOPT, by_matrix, "weight_scale"),
-}
 
 
 def write_target(folder: Path, kind: str = "llama", **overrides: Any) -> nn.Module:
@@ -106,7 +57,7 @@ def load(folder: Path, form: Fp8Form | None = None) -> nn.Module:
     config = target_files.load_target_config(folder, None, True)
     form = form or read_form(getattr(config, "quantization_config", None), str(folder))
     assert form is not None
-    return load_fp8(fetch_target(folder, None, True), config, form, torch.float32, CPU)
+    return load_by_tensor(fetch_target(folder, None, True), config, form, torch.float32, CPU)
 
 
 def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> SpeculativeModel:
@@ -322,7 +273,7 @@ def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
 
     GemmaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=24).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="GemmaForCausalLM"):
-        load_fp8(tmp_path, target_files.load_target_config(tmp_path, None, True), AT_LOAD, torch.float32, CPU)
+        load_by_tensor(tmp_path, target_files.load_target_config(tmp_path, None, True), AT_LOAD, torch.float32, CPU)
 
 
 def test_a_tied_lm_head_that_differs_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.target.known import unfit_reason
 from eagle_slim.runtime.tree import Trees, layout_tree
-from support.tiny_models import LLAMA3_ROPE, VOCAB, YARN_ROPE, random_prompts, tiny_target
+from support.tiny_models import LLAMA3_ROPE, VOCAB, WINDOW, YARN_ROPE, random_prompts, tiny_target
 from torch import Tensor, nn
 
 TAPS = (2, 3, 3, 4)
@@ -25,6 +25,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3moe": ("qwen3moe", {}),
+    "qwen3moe, normalised": ("qwen3moe", {"norm_topk_prob": True}),
+    "qwen3moe, every second layer": ("qwen3moe", {"decoder_sparse_step": 2, "num_experts_per_tok": 3}),
+    "qwen3moe, but one layer": ("qwen3moe", {"mlp_only_layers": [2], "attention_bias": True}),
+    "qwen3moe, windows": ("qwen3moe", {"use_sliding_window": True, "sliding_window": WINDOW}),
 }
 
 

@@ -1,0 +1,353 @@
+"""Check a mixture of experts on a GPU, then time it: passes by rows, plain steps, drafting, and prompts.
+
+    python -m benchmarks.mixture [--seconds 150] [--rows REGEX] [--out benchmarks/results/DATE-h100-mixture.json]
+
+Random weights of Qwen3-30B-A3B's dimensions; 61 GB of them are made on the card. Where a token goes is drawn: a part of
+its embedding, which stands out of what layers add, holds a number for each expert, and every layer's router reads them
+in an order of its own. Routers: ``uniform``, where these numbers are noise, so that rows share few experts;
+``biased``, where experts are as frequent as a Zipf law says (exponent 0.5), with an offset of each sequence's own that
+is set so that 6 tokens of one touch 24 experts of a layer, as was counted of Qwen3-30B-A3B. Each row says what a layer
+of it touched. Rows:
+
+* ``exact``: a layer's kernels against their twins, and each row's bits alone, in company, and in prompts;
+* ``tokens``: drafted answers are the plain ones, of a model of four layers, alone and side by side;
+* ``pass/LAW/SEQUENCES/ROWS``: a pass of the target after 512 tokens of each sequence, and the time that its bytes take
+  at the card's copy rate;
+* ``step/LAW/SEQUENCES``: a plain step, its tokens chosen;
+* ``draft/LAW/NODES``: chains, over plain steps in turn: 2.2 tokens a step (of 3 nodes 1.9), a head of 32,000 rows;
+* ``layer/ROWS``: a layer's router and experts, beside transformers' module with `torch._grouped_mm`;
+* ``prompt/TOKENS``: a prompt to its first token, beside transformers' forward of as many tokens.
+
+Exit status 1 where something is not exact; nothing is timed then.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.drafter.tuning.problem import MODELS
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.kernels import experts as kernels
+from eagle_slim.runtime.target.kernels.experts import Experts, Routing
+from eagle_slim.runtime.target.kernels.products import Norm, NormedRows, embed, embed_ref, lift_of, num_groups
+from torch import Tensor
+
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import (
+    EXPERTS,
+    SPARE_LENGTH,
+    TARGET_WEIGHTS,
+    RandomModel,
+    capture_steps,
+    captured_pass,
+    guessable_model,
+    only_compiled,
+    pass_over,
+    phase_times,
+    prompt_time,
+    take_turns,
+)
+from benchmarks.shared.drawn_verdicts import draw_lengths
+from benchmarks.shared.timing import copy_bytes_per_s, machine, time_queued_us
+
+NAME, PREFIX, ROWS, ROOM = "qwen3-30b-a3b", 512, 32000, 512
+PASSES = {1: (1, 2, 4, 8, 60), 16: (1,)}
+"""Rows of a pass, by its sequences."""
+STEPS = 240
+"""Steps of a round; their lengths have the mean that is asked for."""
+STAND_OUT = 20.0
+"""Size of the part of an embedding that routers read, beside what all layers add, about 1."""
+TOUCHED = 24
+"""Experts of a layer that 6 tokens of a sequence touch where routers are biased."""
+
+
+class Law:
+    """Numbers for experts by token: a base of all, an offset of each class of tokens, and noise of each."""
+
+    def __init__(self, name: str, experts: int, top_k: int, classes: int) -> None:
+        draw = torch.Generator().manual_seed(classes)
+        self.classes, self.experts, self.top_k, self._draw = classes, experts, top_k, draw
+        rank = torch.randperm(experts, generator=draw) + 1
+        self.base, self.offsets = torch.zeros(experts), torch.zeros(classes, experts)
+        if name == "biased":
+            self.base = -0.5 * rank.float().log()
+            unit, low, high = torch.randn(classes, experts, generator=draw), 0.0, 8.0
+            for _ in range(20):
+                self.offsets = unit * (low + high) / 2
+                low, high = ((low + high) / 2, high) if self.touched(6) > TOUCHED else (low, (low + high) / 2)
+
+    def touched(self, tokens: int, tries: int = 64) -> float:
+        """Count the experts that tokens of a class touch, in the mean."""
+        picked = self.numbers(torch.zeros(tries * tokens, dtype=torch.int64)).topk(self.top_k).indices
+        return sum(len(each.unique()) for each in picked.view(tries, -1)) / tries
+
+    def numbers(self, tokens: Tensor) -> Tensor:
+        """Draw the numbers of tokens, [tokens, experts]."""
+        noise = -torch.empty(len(tokens), self.experts).exponential_(generator=self._draw).log()
+        return self.base + self.offsets[tokens % self.classes] + noise
+
+
+class Mixture:
+    """A random model whose routing is drawn."""
+
+    def __init__(
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, weights: str = "bf16"
+    ) -> None:
+        self.sizes, self.device = EXPERTS[name], device
+        self.random = RandomModel(name, device, dtype, weights=weights)
+        self.model: Any = self.random.target.model
+        self._numbers: dict[tuple[str, int], Tensor] = {}
+        count, draw = self.sizes["num_experts"], torch.Generator().manual_seed(0)
+        for layer in self.model.model.layers:
+            router = layer.mlp.gate.weight.data.zero_()
+            router[torch.arange(count), torch.randperm(count, generator=draw)] = 1.0
+
+    def follow(self, law: str, classes: int) -> None:
+        """Let tokens be routed by a law, token t as those of class ``t % classes``."""
+        embedding = self.model.model.embed_tokens.weight.data
+        if (law, classes) not in self._numbers:
+            drawn = Law(law, self.sizes["num_experts"], self.sizes["num_experts_per_tok"], classes)
+            numbers = drawn.numbers(torch.arange(len(embedding)))
+            numbers = (numbers - numbers.mean(1, keepdim=True)) / numbers.std() * STAND_OUT
+            self._numbers[law, classes] = numbers.to(embedding)
+        embedding[:, : self.sizes["num_experts"]] = self._numbers[law, classes]
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        experts = self.random.target.experts
+        return 0 if experts is None else experts.size_bytes // experts.count
+
+    def read_bytes(self, touched: float, kv_rows: int) -> float:
+        """Count the bytes that a pass reads which touches as many experts of each layer."""
+        more = len(self.model.model.layers) * (touched - self.sizes["num_experts_per_tok"])
+        return self.random.weight_bytes + more * self.expert_bytes + self.random.kv_bytes(kv_rows)
+
+    def compile_passes(self, names: list[str]) -> None:
+        """Compile the kernels of all passes among some rows, side by side."""
+        shapes = sorted({tuple(map(int, name.split("/")[2:])) for name in names if name.startswith("pass")})
+        target = self.random.target
+        if shapes and self.device.type == "cuda":
+            cache = self.random.new_cache(max(places for places, _ in shapes), PREFIX + ROOM)
+            tokens = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
+            runs = [pass_over(target, cache, each, PREFIX) for each in tokens]
+            with only_compiled():
+                for run in runs:
+                    run()
+
+    def time_pass(self, law: str, places: int, nodes: int, bandwidth: float) -> dict[str, Any]:
+        """Time a pass of so many rows of each of ``places`` sequences."""
+        self.follow(law, places)
+        cache, target = self.random.new_cache(places, PREFIX + ROOM), self.random.target
+        draw = torch.Generator().manual_seed(nodes)
+        tokens = torch.randint(target.vocab_size // places, (places, nodes), generator=draw) * places
+        tokens += torch.arange(places)[:, None]
+        found = captured_pass(target, cache, tokens.to(self.device), PREFIX)
+        touched = found.touched()
+        ms = statistics.median(time_queued_us(found.run, self.device, 5) for _ in range(5)) / 1e3
+        floor_ms = self.read_bytes(touched, places * PREFIX) / bandwidth * 1e3
+        return {"touched": touched, "pass_ms": ms, "floor_ms": floor_ms, "over_floor": ms / floor_ms}
+
+    def time_step(self, law: str, places: int) -> dict[str, Any]:
+        """Time a plain step."""
+        self.follow(law, places)
+        decoder = self.random.decoder(self.random.new_cache(places, PREFIX + ROOM), None)
+        capture_steps([(decoder, places)], PREFIX)
+        return phase_times(decoder, places, PREFIX, has_phases=False)
+
+    def time_draft(self, law: str, nodes: int) -> dict[str, Any]:
+        """Time drafting of chains, in turn with plain steps; lengths that are accepted are drawn."""
+        self.follow(law, 1)
+        tree, steps = TreeConfig(nodes - 2, 1, nodes), STEPS
+        cache = self.random.new_cache(1, PREFIX + (steps + 2) * nodes + ROOM)
+        lengths = draw_lengths((2.2 if nodes == 4 else 1.9) + SPARE_LENGTH, nodes)
+        decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, ROWS, lengths)]
+        capture_steps([(each, 1) for each in decoders], PREFIX)
+        plain, drafted = take_turns(decoders, 1, PREFIX, steps, 3)
+        phases = phase_times(decoders[1], 1, PREFIX)
+        return {"plain": plain, "drafted": drafted, "phases": phases} | {
+            "over_plain": drafted["tokens_per_s"] / plain["tokens_per_s"]
+        }
+
+    def time_layer(self, rows: int) -> dict[str, Any]:
+        """Time a layer's router and experts, and transformers' module over the same rows."""
+        layer, target = self.model.model.layers[1].mlp, self.random.target
+        assert target.experts is not None
+        x = torch.randn(rows, target.hidden_size, dtype=target.dtype, device=self.device) * STAND_OUT
+        ours, _ = run_layer(target.experts, x, torch.arange(rows, dtype=torch.int32, device=self.device))
+        runs: dict[str, Callable[[], object]] = {"ours": ours, "transformers": partial(layer, x[None])}
+        found: dict[str, Any] = {}
+        for name, run in runs.items():
+            try:
+                run()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    run()
+                found[f"{name}_us"] = statistics.median(time_queued_us(graph.replay, self.device, 20) for _ in range(5))
+            except RuntimeError as error:  # transformers' own may wait for the device
+                torch.cuda.synchronize()
+                found[f"{name}_error"] = str(error).splitlines()[0]
+                found[f"{name}_us"] = statistics.median(time_queued_us(run, self.device, 20) for _ in range(5))
+        return found
+
+    def time_prompt(self, tokens: int) -> dict[str, Any]:
+        """Time a prompt to its first token, and transformers' forward of as many tokens."""
+        self.follow("uniform", 1)
+        decoder = self.random.decoder(self.random.new_cache(1, tokens + ROOM), None)
+        ours = prompt_time(decoder, tokens, rounds=3)
+        ids = torch.randint(self.random.target.vocab_size, (1, tokens), device=self.device)
+        run = partial(self.model, ids, logits_to_keep=1, use_cache=True)
+        run()
+        theirs = statistics.median(time_queued_us(run, self.device, 1) for _ in range(3)) / 1e3
+        return {"ours_ms": ours, "transformers_ms": theirs, "over_transformers": ours / theirs}
+
+
+def run_layer(
+    experts: Experts, x: Tensor, kv_rows: Tensor, is_twin: bool = False
+) -> tuple[Callable[[], None], tuple[Routing, NormedRows]]:
+    """Return a run of a layer's router and experts over rows that were embedded, and what it writes."""
+    norm, lift = Norm.of(torch.ones_like(x[0]), 1e-6, experts.gate_up), lift_of(experts.down, x.dtype)
+    rows = NormedRows(x.clone(), torch.empty_like(x), torch.empty(len(x), num_groups(x.shape[1]), device=x.device))
+    routing = Routing.allocate(experts, len(x))
+    (embed_ref if is_twin else embed)(x, torch.arange(len(x), dtype=torch.int32, device=x.device), norm, rows)
+    suffix = "_ref" if is_twin else ""
+    route, gate, add = (getattr(kernels, f"{name}{suffix}") for name in ("route", "gated_experts", "add_experts"))
+
+    def run() -> None:
+        route(rows, norm, experts, kv_rows, routing)
+        gate(rows, norm, experts, routing, lift)
+        add(experts, routing, norm, rows)
+
+    return run, (routing, rows)
+
+
+@torch.inference_mode()
+def check_layer(name: str, device: torch.device) -> dict[str, Any]:
+    """Compare a layer's kernels with their twins, and rows with themselves in other company: rows that differ."""
+    sizes, hidden, draw = EXPERTS[name], MODELS[name].hidden, torch.Generator(device).manual_seed(0)
+    count, width = sizes["num_experts"], sizes["moe_intermediate_size"]
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        drawn = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return drawn.normal_(std=columns**-0.5, generator=draw)
+
+    weights = matrix(count, hidden), matrix(count * 2 * width, hidden), matrix(count * hidden, width)
+    experts = Experts(*weights, sizes["num_experts_per_tok"], True)
+    x, ints = matrix(1500, hidden) * hidden**0.5, torch.arange(1500, dtype=torch.int32, device=device)
+    x[:600] += 2 * x[:1]  # of one kind, which share experts
+
+    def whole_of(chosen: Tensor, is_twin: bool = False) -> tuple[Routing, NormedRows]:
+        run, written = run_layer(experts, x[chosen].contiguous(), ints[: len(chosen)], is_twin)
+        run()
+        return written
+
+    counts = (1, 2, 4, 16, 17, 60, 65, 130, 512)
+    orders = [torch.randperm(len(x), device=device, generator=draw)[:size] for size in counts * 3]
+    with only_compiled():
+        for order in [ints.long(), *orders[: len(counts)]]:
+            whole_of(order)
+    (routing, rows), (wanted, wanted_rows) = whole_of(ints.long()), whole_of(ints.long(), True)
+    # Where two logits nearly tie, rounding decides which expert is taken.
+    same = (routing.picks.experts == wanted.picks.experts).all(1)
+    errors = (rows.residual - wanted_rows.residual).float().abs().amax(1)[same]
+    differing = 0
+    for order in orders:
+        of_routing, of_rows = whole_of(order)
+        pairs = [(of_routing.picks.experts, routing.picks.experts), (of_routing.picks.weights, routing.picks.weights)]
+        pairs += zip(of_rows, rows, strict=True)
+        differing += int(torch.stack([(mine != theirs[order]).any(1) for mine, theirs in pairs]).any(0).sum())
+    error = float(errors.max() / wanted_rows.residual.float().abs().max())
+    compared = sum(map(len, orders))
+    found = {"other_picks": int((~same).sum()), "of": len(x), "error": error, "compared": compared}
+    return found | {"differing": differing, "is_exact": differing == 0 and error < 0.02 and float(same.sum()) > 1400}
+
+
+def check_tokens(name: str, device: torch.device) -> dict[str, Any]:
+    """Compare drafted answers of a model of four layers with plain ones: answers that differ."""
+    base = SpeculativeModel.from_pretrained(device=device, dtype=torch.bfloat16)
+    model = guessable_model(name, device, base.tokenizer, "bf16", layers=4)
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(4096, (size,), generator=draw).tolist() for size in (5, 200, 64, 63, 700, 17)]
+    options: dict[str, Any] = {"max_new_tokens": 96, "ignore_eos": True}
+    plain = [model.generate(prompt, speculative=False, **options).token_ids[0] for prompt in prompts]
+    differing, tokens, accepted = 0, 0, []
+    for tree in (TreeConfig(2, 1, 4), TreeConfig(2, 4, 8)):
+        drafting = model.with_tree(tree)
+        for group in [[0], [1], [4], list(range(6))]:
+            output = drafting.generate([prompts[each] for each in group], **options)
+            accepted.append(output.stats.mean_accepted_length)
+            tokens += sum(map(len, output.token_ids))
+            differing += sum(
+                list(mine) != list(plain[each]) for mine, each in zip(output.token_ids, group, strict=True)
+            )
+    return {"tokens": tokens, "accepted": accepted, "differing": differing, "is_exact": differing == 0}
+
+
+def all_rows() -> list[str]:
+    """List the names of all rows, those first that tell most; checks first of all."""
+    passes = [
+        f"pass/{law}/{places}/{nodes}" for law in ("biased", "uniform") for places in PASSES for nodes in PASSES[places]
+    ]
+    steps = [f"step/{law}/{places}" for law, places in (("uniform", 1), ("uniform", 16), ("biased", 16))]
+    drafts = [f"draft/{law}/{nodes}" for law in ("biased", "uniform") for nodes in (4, 3)]
+    layers = [f"layer/{rows}" for rows in (1, 4, 16, 60)]
+    return ["exact", "tokens", *passes, *steps, drafts[0], "prompt/4096", *layers, *drafts[1:], "prompt/512"]
+
+
+@torch.inference_mode()
+def measured_row(mixture: Mixture, kind: str, rest: list[str], bandwidth: float) -> dict[str, Any]:
+    """Time the row of a kind."""
+    if kind == "pass":
+        return mixture.time_pass(rest[0], int(rest[1]), int(rest[2]), bandwidth)
+    if kind in ("step", "draft"):
+        return (mixture.time_step if kind == "step" else mixture.time_draft)(rest[0], int(rest[1]))
+    return (mixture.time_layer if kind == "layer" else mixture.time_prompt)(int(rest[0]))
+
+
+def measured(names: list[str], device: torch.device, weights: str) -> Iterator[dict[str, Any]]:
+    """Measure rows one after another; what is checked is in bf16."""
+    bandwidth = copy_bytes_per_s(device)
+    yield {"copy_TB_per_s": bandwidth / 1e12}
+    mixture: Mixture | None = None
+    for name in names:
+        kind, *rest = name.split("/")
+        if kind in ("exact", "tokens"):
+            row = (check_layer if kind == "exact" else check_tokens)(NAME, device)
+            torch.cuda.empty_cache()
+        else:
+            if mixture is None:
+                mixture = Mixture(NAME, device, weights=weights)
+                with torch.inference_mode():
+                    mixture.compile_passes(names)
+            row = measured_row(mixture, kind, rest, bandwidth)
+        yield {"row": name} | row
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    started = time.perf_counter()
+    command = Command("mixture", __doc__, all_rows())
+    command.add_argument("--seconds", type=float, default=3600, help="begin no row later")
+    command.add_argument("--target-weights", choices=TARGET_WEIGHTS, default="bf16")
+    args = command.parse_args(argv)
+    names, device = command.chosen(args), command.gpu()
+    result: dict[str, Any] = {"machine": machine(device), "target_weights": args.target_weights, "rows": []}
+    for row in measured(names, device, args.target_weights):
+        result["rows"].append(row | {"at_s": time.perf_counter() - started})
+        show(result["rows"][-1])
+        write(result, args.out)
+        if not row.get("is_exact", True):
+            sys.exit(1)
+        if time.perf_counter() - started > args.seconds:
+            sys.exit("out of time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The experts of a layer against their twins, their choice by hand, and each row's bits alone and in company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from eagle_slim.runtime.target.fp8 import Fp8Weight
+from eagle_slim.runtime.target.kernels import experts as module
+from eagle_slim.runtime.target.kernels import products
+from eagle_slim.runtime.target.kernels.experts import Experts, Routing
+from eagle_slim.runtime.target.kernels.products import Norm, NormedRows
+from kernels.test_products import QUANTISE
+from kernels.tolerances import OP_ATOL
+from torch import Tensor
+
+SMALL = {"hidden": 96, "width": 40, "count": 6, "top_k": 2}
+QWEN3 = {"hidden": 2048, "width": 768, "count": 128, "top_k": 8}
+
+
+class Found(NamedTuple):
+    """What a layer gives: its routing, and rows after it."""
+
+    routing: Routing
+    rows: NormedRows
+    tap: Tensor
+
+
+def experts_of(
+    dtype: torch.dtype, device: str, hidden: int, width: int, count: int, top_k: int, normalises: bool = True
+) -> Experts:
+    torch.manual_seed(hidden + width)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=device) / shape[-1] ** 0.5).to(dtype)
+
+    return Experts(draw(count, hidden), draw(count * 2 * width, hidden), draw(count * hidden, width), top_k, normalises)
+
+
+def in_fp8(experts: Experts, how: str) -> Experts:
+    """Each expert's matrices by themselves: a block of scales never belongs to two of them."""
+
+    def quantise(weight: Tensor) -> Fp8Weight:
+        parts = [QUANTISE[how](each) for each in weight.chunk(experts.count)]
+        return Fp8Weight(torch.cat([each.words for each in parts]), torch.cat([each.scales for each in parts]))
+
+    return replace(experts, gate_up=quantise(experts.gate_up), down=quantise(experts.down))
+
+
+def run_layer(experts: Experts, x: Tensor, unused: tuple[int, ...] = (), is_twin: bool = False) -> Found:
+    """All operations for rows ``x`` [rows, hidden]; ``unused``: rows that nobody reads."""
+    suffix = "_ref" if is_twin else ""
+    count, hidden = x.shape
+    device, dtype = x.device, x.dtype
+    gain = (torch.arange(hidden, device=device) % 7 / 4 + 0.5).to(dtype)
+    norm = Norm.of(gain, 1e-5, experts.gate_up)
+    squares = torch.empty(count, products.num_groups(hidden), device=device)
+    rows = NormedRows(torch.empty_like(x), torch.empty_like(x), squares)
+    kv_rows = torch.arange(count, dtype=torch.int32, device=device)
+    kv_rows[list(unused)] = -1
+    routing = Routing.allocate(experts, count)
+    for each in (routing.gated, routing.parts):
+        each.fill_(float("nan"))  # what was never written must reach no result
+    tap, lift = torch.zeros(count, 2 * hidden, device=device, dtype=dtype), products.lift_of(experts.down, dtype)
+    tokens = torch.arange(count, dtype=torch.int32, device=device)
+    getattr(products, f"embed{suffix}")(x, tokens, norm, rows)
+    getattr(module, f"route{suffix}")(rows, norm, experts, kv_rows, routing)
+    getattr(module, f"gated_experts{suffix}")(rows, norm, experts, routing, lift)
+    getattr(module, f"add_experts{suffix}")(experts, routing, norm._replace(lift=1.0), rows, tap[:, hidden:])
+    return Found(routing, rows, tap)
+
+
+def check(experts: Experts, x: Tensor, unused: tuple[int, ...] = ()) -> Found:
+    """Kernels give what their twins do, and choose the same experts."""
+    wanted, found = run_layer(experts, x, unused, True), run_layer(experts, x, unused)
+    assert torch.equal(found.routing.picks.experts, wanted.routing.picks.experts)
+    atol = 2 * OP_ATOL[x.dtype]
+    torch.testing.assert_close(found.routing.picks.weights, wanted.routing.picks.weights, atol=atol, rtol=0)
+    for name in ("residual", "scaled", "squares"):
+        mine, theirs = getattr(found.rows, name).float(), getattr(wanted.rows, name).float()
+        assert float((mine - theirs).abs().max() / theirs.abs().max()) < atol, name
+    assert torch.equal(found.tap[:, x.shape[1] :], found.rows.residual)
+    assert not found.routing.picks.finished.any()
+    return found
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, SMALL),
+        (2, SMALL),
+        (19, SMALL),
+        (5, {"hidden": 560, "width": 24, "count": 70, "top_k": 3}),
+        # Listed, and more than a tile of an expert's rows.
+        (260, {"hidden": 64, "width": 32, "count": 3, "top_k": 2}),
+        (3, {"hidden": 32, "width": 16, "count": 2, "top_k": 2}),
+    ],
+)
+def test_kernels_are_their_twins(device: str, rows: int, sizes: dict[str, int], normalises: bool) -> None:
+    experts = experts_of(torch.float32, device, **sizes, normalises=normalises)
+    check(experts, torch.randn(rows, sizes["hidden"], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", [None, *QUANTISE])
+def test_narrow_types_are_their_twins(device: str, dtype: torch.dtype, how: str | None) -> None:
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("in bfloat16 the interpreter does not multiply")
+    experts = experts_of(dtype, device, hidden=160, width=48, count=5, top_k=2)
+    check(experts if how is None else in_fp8(experts, how), torch.randn(9, 160, device=device).to(dtype))
+
+
+def test_one_expert_takes_all_rows_and_one_none(device: str) -> None:
+    """More rows of an expert than a tile has, in either way of finding them."""
+    for rows in (40, 300):
+        experts = experts_of(torch.float32, device, **SMALL)
+        x = torch.randn(rows, SMALL["hidden"], device=device)
+        x[:, 0] = 9
+        experts.router[2, 0], experts.router[4, 0] = 50, -50
+        picked = check(experts, x, unused=(7,)).routing.picks.experts
+        used = [row for row in range(rows) if row != 7]
+        assert (picked[used, 0] == 2).all()
+        assert not (picked == 4).any()
+        assert (picked[7] == SMALL["count"]).all()
+
+
+def test_rows_that_nobody_reads_go_to_no_expert(device: str) -> None:
+    experts = experts_of(torch.float32, device, **SMALL)
+    x = torch.randn(4, SMALL["hidden"], device=device)
+    found = check(experts, x, unused=(0, 3))
+    torch.testing.assert_close(found.rows.residual[[0, 3]], x[[0, 3]])
+    none = check(experts, x, unused=(0, 1, 2, 3))
+    torch.testing.assert_close(none.rows.residual, x)
+
+
+def test_of_equal_logits_the_lower_id_is_taken(device: str) -> None:
+    """Rounded to half precision, logits that differ in fp32 are equal, too: 1 and a bit."""
+    for dtype, more in ((torch.float32, 0.0), (torch.float16, 1e-4)):
+        experts = experts_of(dtype, device, hidden=64, width=16, count=9, top_k=4)
+        experts.router.zero_()
+        experts.router[:, 0] = torch.tensor([-1.0, 0, 1, 1, 0, 2, 0, 1, 0], device=device).to(dtype)
+        experts.router[7, 1] = more
+        x = torch.ones(3, 64, device=device, dtype=dtype)
+        x[2] *= -1
+        for is_twin in (True, False):
+            picks = run_layer(experts, x, is_twin=is_twin).routing.picks
+            assert picks.experts.tolist() == [[5, 2, 3, 7]] * 2 + [[0, 1, 4, 6]]
+            torch.testing.assert_close(picks.weights.sum(1), torch.ones(3, device=device), atol=2e-3, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [None, *QUANTISE])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [SMALL | {"hidden": 256, "width": 64}, QWEN3], ids=["small", "qwen3"])
+def test_a_row_has_its_bits_alone_and_in_company(
+    device: str, sizes: dict[str, int], dtype: torch.dtype, how: str | None
+) -> None:
+    if how and dtype == torch.float32:
+        pytest.skip("weights in FP8 go with narrow types")
+    experts = experts_of(dtype, device, **sizes)
+    experts = experts if how is None else in_fp8(experts, how)
+    x = torch.randn(2048, sizes["hidden"], device=device).to(dtype)
+    x[:700] += x[:1].clone()  # of one kind, so that they share experts
+    whole = run_layer(experts, x)
+    draw = torch.Generator().manual_seed(1)
+    for count in (1, 2, 3, 4, 8, 16, 17, 60, 64, 65, 130, 256, 512, 1100):
+        for _ in range(2):
+            chosen = torch.randperm(len(x), generator=draw)[:count].to(device)
+            found = run_layer(experts, x[chosen].contiguous())
+            assert torch.equal(found.routing.picks.experts, whole.routing.picks.experts[chosen]), count
+            assert torch.equal(found.routing.picks.weights, whole.routing.picks.weights[chosen]), count
+            for name in ("residual", "scaled", "squares"):
+                assert torch.equal(getattr(found.rows, name), getattr(whole.rows, name)[chosen]), (name, count)

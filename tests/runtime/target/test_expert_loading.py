@@ -1,0 +1,147 @@
+"""Loading of mixtures a tensor at a time: a matrix an expert, or all of a layer in one; refused by name; in FP8."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.errors import TargetError
+from eagle_slim.runtime.opening import target_files
+from eagle_slim.runtime.target import fp8_loading, known
+from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
+from eagle_slim.runtime.target.fp8_loading import load_by_tensor
+from safetensors.torch import load_file, save_file
+from support.fp8_forms import FORMS, by_row
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 48, "decoder_sparse_step": 2, "intermediate_size": 192}
+LAYER = "model.layers.1.mlp.experts"
+ONE = f"{LAYER}.3.up_proj.weight"
+Tensors = dict[str, Tensor]
+
+
+def write(folder: Path, change: Callable[[Tensors], Any] = lambda _: None, **more: Any) -> nn.Module:
+    """Write a mixture as `save_pretrained` does, a matrix an expert, then ``change`` its tensors; more settings."""
+    model = tiny_target("qwen3moe", 3, **SIZES)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | more))
+    return model
+
+
+def joined(tensors: Tensors) -> None:
+    """All experts of each layer in one tensor, as transformers holds them."""
+    for layer in (1, 3):
+        path = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            name: torch.stack([tensors.pop(f"{path}.{expert}.{name}.weight") for expert in range(6)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{path}.gate_up_proj"] = torch.cat((parts["gate_proj"], parts["up_proj"]), 1)
+        tensors[f"{path}.down_proj"] = parts["down_proj"]
+
+
+@pytest.mark.parametrize("change", [lambda _: None, joined], ids=["a matrix an expert", "all in one"])
+def test_both_forms_are_read_as_they_are(tmp_path: Path, change: Any) -> None:
+    expected = write(tmp_path, change)
+    config = target_files.load_target_config(tmp_path, None, True)
+    loaded = target_files.load_target(tmp_path, torch.float32, CPU, None, True, config)
+    assert loaded.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert known.unfit_reason(loaded) is None
+    assert not any(parameter.is_meta for parameter in loaded.parameters())
+
+
+DAMAGE: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop(ONE), rf"{ONE} is missing \(1 of "),
+    "too many": (lambda t: t.update({f"{LAYER}.6.up_proj.weight": torch.ones(48, 160)}), rf"{LAYER}\.6\.up_proj"),
+    "of another shape": (lambda t: t.update({ONE: torch.ones(48, 159)}), rf"{ONE} is F32 \[48, 159\]"),
+    "NaN": (lambda t: t[ONE].fill_(torch.nan), f"{ONE} holds NaN"),
+    "twice, in both forms": (
+        lambda t: t.update({f"{LAYER}.down_proj": torch.ones(6, 160, 48)}),
+        rf"{LAYER}\.0\.gate_proj\.weight is there twice",
+    ),
+    "router missing": (lambda t: t.pop("model.layers.3.mlp.gate.weight"), r"layers\.3\.mlp\.gate\.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("form", [None, AT_LOAD], ids=["as stored", "fp8"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_missing_or_too_many_is_refused_by_name(tmp_path: Path, damage: str, form: Fp8Form | None) -> None:
+    change, named = DAMAGE[damage]
+    write(tmp_path, change)
+    with pytest.raises(TargetError, match=named):
+        load_by_tensor(tmp_path, target_files.load_target_config(tmp_path, None, True), form, torch.float32, CPU)
+
+
+def test_an_expert_in_two_shards_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({ONE: tensors[ONE]}, tmp_path / "b.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors") | {ONE: "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(fp8_loading, "safe_open", None)
+    with pytest.raises(TargetError, match=rf"b\.safetensors: {ONE} is there twice, in a\.safetensors, too"):
+        load_by_tensor(tmp_path, target_files.load_target_config(tmp_path, None, True), None, torch.float32, CPU)
+
+
+def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> None:
+    model = SpeculativeModel.from_pretrained(loaded, write_head(tmp_path / "head", hidden=160))
+    prompts = random_prompts([7, 13])
+    expected = [plain_greedy(dequantised, prompt, 8) for prompt in prompts]
+    assert list(model.generate(prompts, max_new_tokens=8).token_ids) == expected
+    assert model.target.backend.name == "fused"
+    # Its own generate dequantises at every use.
+    assert plain_greedy(loaded, prompts[0], 8) == expected[0]
+
+
+def rounded(tensor: Tensor, quantise: Callable[[Tensor], Any]) -> Tensor:
+    """The dequantised matrices; of experts each by itself."""
+    if tensor.dim() == 2:
+        return quantise(tensor)[2]  # type: ignore[no-any-return]
+    halves = tensor.chunk(2, 1) if tensor.shape[1] == 96 else (tensor,)
+    return torch.cat([torch.stack([quantise(each)[2] for each in half]) for half in halves], 1)
+
+
+@pytest.mark.parametrize("change", [lambda _: None, joined], ids=["a matrix an expert", "all in one"])
+def test_experts_are_quantised_while_they_are_loaded(tmp_path: Path, change: Any) -> None:
+    expected = write(tmp_path / "target", change)
+    for name, weight in expected.state_dict().items():
+        if ".layers." in name and ("proj.weight" in name or ".experts." in name):
+            weight.copy_(rounded(weight, by_row))
+    config = target_files.load_target_config(tmp_path / "target", None, True)
+    check_tokens(tmp_path, load_by_tensor(tmp_path / "target", config, AT_LOAD, torch.float32, CPU), expected)
+
+
+@pytest.mark.parametrize("form", ["fp8, blocks", "compressed-tensors, rows"])
+def test_a_published_form_has_the_tokens_of_its_dequantised_model(tmp_path: Path, form: str) -> None:
+    settings, quantise, scale = FORMS[form]
+
+    def publish(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            values, scales, _ = quantise(tensors[name])
+            tensors |= {name: values, name.replace("weight", scale): scales}
+
+    expected = write(tmp_path / "target", publish, quantization_config=settings)
+    for name, weight in expected.state_dict().items():
+        if ".layers." in name and ("proj.weight" in name or ".experts." in name):
+            weight.copy_(rounded(weight, partial(quantise)))
+    config = target_files.load_target_config(tmp_path / "target", None, True)
+    found = read_form(config.quantization_config, "here")
+    check_tokens(tmp_path, load_by_tensor(tmp_path / "target", config, found, torch.float32, CPU), expected)
