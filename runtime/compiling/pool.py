@@ -114,7 +114,7 @@ class CompilePool:
                 return
             job = self._pending.pop(number)
             if failure is not None:
-                logger.warning("%s is compiled where it is launched: %s", job.name, failure.strip())
+                logger.warning("%s is compiled where it is launched: %s", job.name, failure.strip().splitlines()[-1])
             timeout_s = 0.0
 
     def _give_up(self) -> None:

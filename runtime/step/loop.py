@@ -177,7 +177,7 @@ class GenerationLoop:
                 dropped.append(request)
                 self.decoder.stop_slot(slot)
                 del self.running[slot]
-                if self.decoder.drafts.held_pairs is not None:
+                if self.decoder.prompts.held_pairs is not None:
                     # Of what it began with, pairs have made room for later ones.
                     self.decoders.kept[slot] = KeptRows()
         for request in dropped:
@@ -344,7 +344,7 @@ class GenerationLoop:
             state.num_drafted += 0 if record.tree is None else record.tree.total_tokens - 1
         if not is_done:
             return
-        before, held = self.decoders.kept[slot], self.decoder.drafts.held_pairs
+        before, held = self.decoders.kept[slot], self.decoder.prompts.held_pairs
         pairs, first_pair = before.num_pairs, before.first_pair
         if held is not None:
             first_pair = max(first_pair, len(prompt) + len(state.token_ids) - held)

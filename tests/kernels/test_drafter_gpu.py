@@ -142,5 +142,5 @@ def test_fp8_is_what_the_name_gives() -> None:
     for each in (model, smaller):
         assert each.draft_weights == "fp8"
         drafted = each.generate(prompt, max_new_tokens=32)
-        assert "; drafter triton, fp8 weights; " in drafted.stats.path
+        assert "; drafter triton, fp8 weights, the last 768 tokens" in drafted.stats.path
         assert drafted.stats.mean_accepted_length > 1.5

@@ -171,7 +171,7 @@ def test_smollm2_in_fp32_needs_the_measured_passes(drafter: str) -> None:
     assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
     assert output.stats.num_accepted_tokens == output.stats.num_new_tokens - len(prompts) == 468
     assert output.stats.num_passes == pytest.approx(160, abs=2)
-    assert f"; drafter {drafter}, fp32 weights; " in output.stats.path
+    assert f"; drafter {drafter}, fp32 weights, the last 768 tokens" in output.stats.path
     sampled = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 0.9, "seed": 1}
     drafted = model.generate(prompts, **sampled)
     assert drafted.token_ids == model.generate(prompts, speculative=False, **sampled).token_ids
