@@ -100,7 +100,7 @@ else:
 
 def test_every_command_starts_there_and_loads_no_heavy_library_to_help(installed: Path) -> None:
     commands = python(installed, "-c", COMMAND).split()
-    assert len(commands) == 7
+    assert len(commands) == 8
     for name in commands:
         *shown, code, modules = python(installed, "-c", COMMAND, name).splitlines()
         # Those say what to run instead, as an error.

@@ -186,8 +186,8 @@ class Graphs:
                         run()
                     self._compiler.submit(jobs)
         for key in groups.keys() - self._kept_for(rules).keys():
-            jobs = self._jobs.get((rules, key))
-            if jobs and not self._compiler.are_done(jobs):
+            submitted = self._jobs.get((rules, key))
+            if submitted and not self._compiler.are_done(submitted):
                 return False
             # Once they are there, nobody asks again.
             self._jobs[rules, key] = {}

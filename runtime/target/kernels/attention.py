@@ -238,7 +238,8 @@ def tree_attention(
     strides = qkv.stride(0), keys.stride(0), keys.stride(1)
     numbers = kernels.AttentionNumbers(params.scale, params.softcap or 1.0, params.window or 0, *strides)
     overlaps, options = overlapping(device)
-    options = options | {"SHAPE": shape, "ALL_SPLITS": tiles.sums_all_splits, "OVERLAP": overlaps}
+    given_to_both = {"SHAPE": shape, "SINGLE": nodes == 1, "ALL_SPLITS": tiles.sums_all_splits, "OVERLAP": overlaps}
+    options = options | given_to_both
     given = qkv, keys, values, rows._replace(paths=rows.slots) if is_path else rows, scratch
     blocks = triton.cdiv(nodes * group, tiles.rows)
     kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](

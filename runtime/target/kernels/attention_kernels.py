@@ -279,6 +279,7 @@ def main_kernel(
     parts,
     blocks_ptr,
     SHAPE: tl.constexpr,
+    SINGLE: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -286,9 +287,10 @@ def main_kernel(
 ):
     """Attend to main parts by ``ROWS`` query rows of a key head: states of some splits, or one of all (ALL_SPLITS).
 
-    A place has ``nodes`` rows, and ``parts`` states.
+    A place has ``nodes`` rows, one where SINGLE, and ``parts`` states.
     ``blocks_ptr`` int32 [1] counts the blocks that all programs go through; None counts nothing.
     """
+    nodes = 1 if SINGLE else nodes
     kv_head = tl.program_id(0) % SHAPE.kv_heads
     block = tl.program_id(0) // SHAPE.kv_heads
     place = tl.program_id(2).to(tl.int64)
@@ -378,6 +380,7 @@ def tail_kernel(
     path_width,
     parts,
     SHAPE: tl.constexpr,
+    SINGLE: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     IN_TILE: tl.constexpr,
@@ -386,9 +389,10 @@ def tail_kernel(
 ):
     """Attend to tails by ``ROWS`` query rows of a key head, of IN_TILE nodes; merge main parts, and write the result.
 
-    A place has ``nodes`` rows, each with a path of ``path_width`` places, and ``parts`` states of main parts.
-    Rows of nodes that are not in use, and of empty places, become 0.
+    A place has ``nodes`` rows, one where SINGLE, each with a path of ``path_width`` places, and ``parts`` states of
+    main parts. Rows of nodes that are not in use, and of empty places, become 0.
     """
+    nodes = 1 if SINGLE else nodes
     let_next_begin(OVERLAP)
     PER_NODE: tl.constexpr = ROWS // IN_TILE
     GROUPS: tl.constexpr = (SHAPE.group + PER_NODE - 1) // PER_NODE

@@ -708,10 +708,12 @@ def qkv_product_kernel(
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
     HEADS: tl.constexpr,
+    SINGLE: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write queries, and keys and values into the cache; a slot has ``nodes`` rows."""
+    """Write queries, and keys and values into the cache; a slot has ``nodes`` rows, one where SINGLE."""
+    nodes = 1 if SINGLE else nodes
     let_next_begin(OVERLAP)
     HALF: tl.constexpr = HEADS.head_dim // 2
     BLOCK: tl.constexpr = HEADS.half_block

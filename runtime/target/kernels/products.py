@@ -285,7 +285,7 @@ def qkv_product(
     blocks = triton.cdiv(heads + 2 * kv_heads, tiles.block_n // 2 // half_block)
     given = factor_args(rows, norm), args, nodes, count, scratch
     heads_of = HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None)
-    constants = {"HEADS": heads_of, "BIAS": bias is not None}
+    constants = {"HEADS": heads_of, "SINGLE": nodes == 1, "BIAS": bias is not None}
     _launch(kernels.qkv_product_kernel, "pairs", count, rows.scaled, weight, given, constants, shape, tiles, blocks)
 
 
