@@ -81,6 +81,7 @@ def test_the_file_of_thresholds() -> None:
     assert [tuple(gate[name] for name in names) for gate in shipped["full"]] == [
         (32768, 1, 16, 0, 2.0, 3),
         (32768, 1, 4, 0, 1.5, 2.2),
+        (32768, 1, 4, 0, 2.0, 3),
         (16384, 4, 16, 0, 1.5, 3),
         (16384, 4, 4, 0, 1.0, 2.2),
         (128000, 1, 60, 64, 1.5, 3),
