@@ -81,6 +81,7 @@ def test_the_file_of_thresholds() -> None:
     assert [tuple(gate[name] for name in names) for gate in shipped["full"]] == [
         (32768, 1, 16, 0, 2.0, 3),
         (32768, 1, 4, 0, 1.5, 2.2),
+        (32768, 1, 4, 0, 2.0, 3),
         (16384, 4, 16, 0, 1.5, 3),
         (16384, 4, 4, 0, 1.0, 2.2),
         (128000, 1, 60, 64, 1.5, 3),
@@ -95,14 +96,20 @@ def test_the_file_of_thresholds() -> None:
     assert micro["model"] in decoding.LAYERS
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["H200", "H100"])
-def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "not_run"),
+    [(0, ()), (1, ("one sequence after 32,768 tokens, a chain of three, three tokens a pass",))],
+    ids=["H200", "H100"],
+)
+def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int, not_run: tuple[str, ...]) -> None:
     (path,) = (THRESHOLDS.parent / "results").glob("*-gates.json")
     shipped, found = json.loads(THRESHOLDS.read_text()), json.loads(path.read_text())["runs"][place]
     assert found["is_green"]
     assert (found["is_strict"], found["tuned_misses"]) == (True, 0)
+    run = [gate for gate in shipped["full"] if gate["name"] not in not_run]
+    assert len(run) == len(shipped["full"]) - len(not_run)
     for name in ("name", "threshold"):
-        assert [gate[name] for gate in found["full"]] == [gate[name] for gate in shipped["full"] for _ in range(3)]
+        assert [gate[name] for gate in found["full"]] == [gate[name] for gate in run for _ in range(3)]
     ratios = reference_of(shipped, found["machine"]["device"])
     assert all(each[name]["reference"] == ratios[name] for each in found["micro_rounds"] for name in ratios)
 
