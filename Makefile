@@ -31,7 +31,7 @@ export XDG_CACHE_HOME := $(CURDIR)/build/cache
 export TRITON_HOME := $(CURDIR)/build/cache
 endif
 
-.PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-wheel test-oldest \
+.PHONY: demo test check style types tests test-all test-load test-compiled test-numbers test-gpu test-kernels test-wheel test-oldest \
     test-upstream engines test-engines test-engines-all resolve lock format clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
@@ -65,7 +65,11 @@ tests: $(STAMP)
 
 # What `make test` leaves out to be quick: sweeps, odd sizes, long cases.
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'slow and not engine'
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'slow and not engine and not load'
+
+# Thousands of requests to the server, half an hour on two cores; not in the CI.
+test-load: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'load and not gpu'
 
 # The whole persistent kernel with many programs side by side in Triton's interpreter, and what the compiler makes of every
 # kernel for GPUs that are not here.

@@ -78,13 +78,13 @@ def compare_under_load(calls: Sequence[MixedCall], model: SpeculativeModel, serv
         assert answer == call.alone(model), call
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.load])])
 def test_answers_under_load_are_those_alone(number: int, model: SpeculativeModel, served: Served) -> None:
     compare_under_load(mixed_calls(number, 300), model, served, leaves=0.2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [200, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.load])])
 def test_answers_under_load_on_a_gpu(number: int) -> None:
     """The built-in model in bfloat16, whose rows are exact; steps choose their trees, and prompts have two chunks."""
     model = SpeculativeModel.from_pretrained(dtype="bfloat16", device="cuda", max_model_len=1900)
@@ -103,6 +103,7 @@ def counts() -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.load
 @pytest.mark.parametrize("served", ["cpu"], indirect=True)
 def test_many_calls_leave_nothing_behind(served: Served) -> None:
     """A day's worth in short: whole answers, streams, refusals, and clients that hang up."""
