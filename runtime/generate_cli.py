@@ -10,7 +10,14 @@ import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
+from .options_cli import (
+    draft_vocab_option,
+    draft_window_option,
+    load_heads,
+    model_options,
+    no_follow_option,
+    show_warnings_as_lines,
+)
 from .settings import TreeConfig
 
 if TYPE_CHECKING:
@@ -33,18 +40,8 @@ Examples:
 @click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
 @click.option("--draft-top-k", type=click.IntRange(1), default=10, show_default=True, help="Children per node.")
 @click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 4 on a CPU.")
-@click.option(
-    "--draft-vocab",
-    metavar="N",
-    callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
-    help="Draft over the best N ids only; `full`, the default, is all of the head's.",
-)
-@click.option(
-    "--draft-window",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Draft from the last N tokens only; 0: from all. Default: what the head was trained on, by its config.json.",
-)
+@draft_vocab_option
+@draft_window_option
 @no_follow_option
 @click.option("--prompt", metavar="TEXT", help="Answer this and exit. Default: the text on stdin, or a chat.")
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")

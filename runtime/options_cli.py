@@ -1,4 +1,4 @@
-"""Options that load a head with its target, shared by `eagle-generate` and `eagle-compare`."""
+"""Options that load a head with its target, shared by the commands that generate."""
 
 from __future__ import annotations
 
@@ -62,6 +62,20 @@ def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context
             raise click.BadParameter(f"{given!r} does not have the form {example}.", ctx, param) from None
 
     return parse
+
+
+draft_vocab_option = click.option(
+    "--draft-vocab",
+    metavar="N",
+    callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
+    help="Draft over the best N ids only; `full`, the default, is all of the head's.",
+)
+draft_window_option = click.option(
+    "--draft-window",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Draft from the last N tokens only; 0: from all. Default: what the head was trained on, by its config.json.",
+)
 
 
 def model_options(function: _Decorated) -> _Decorated:

@@ -12,7 +12,13 @@ import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import UsageError
 
-from ..options_cli import load_heads, model_options, read_by, show_warnings_as_lines
+from ..options_cli import (
+    draft_vocab_option,
+    draft_window_option,
+    load_heads,
+    model_options,
+    show_warnings_as_lines,
+)
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
@@ -30,12 +36,8 @@ Examples:
 )
 @model_options
 @click.option("--total-tokens", type=click.IntRange(2), help="Nodes of every draft tree. Default: chosen by step.")
-@click.option(
-    "--draft-vocab",
-    metavar="N",
-    callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
-    help="Draft over the best N ids only; `full`, the default, is all of the head's.",
-)
+@draft_vocab_option
+@draft_window_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen at.")
 @click.option("--slots", type=click.IntRange(1, 16), default=16, show_default=True, help="Most answers side by side.")
@@ -52,7 +54,7 @@ Examples:
 @click.option("--allowed-origin", "origins", multiple=True, help="Web page that may call from a browser; repeat.")
 @click.option("--grace", type=click.FloatRange(0), default=30, show_default=True, help="Seconds to end in on SIGTERM.")
 @version_option
-def serve(host: str, port: int, total_tokens: int | None, draft_vocab: int | None, **options: Any) -> None:
+def serve(host: str, port: int, total_tokens: int | None, **options: Any) -> None:
     """Serve a target with its draft head by OpenAI's protocol; the text is the target's own, whatever else is served.
 
     HEAD is a converted or unconverted head, in a folder or a Hugging Face Hub repository; by default, the built-in
@@ -71,7 +73,7 @@ def serve(host: str, port: int, total_tokens: int | None, draft_vocab: int | Non
     show_warnings_as_lines()
     own = {name: options.pop(name) for name in ("names", "api_keys", "max_waiting", "origins")}
     serving = ServeOptions(**own, max_slots=options.pop("slots"), grace_s=options.pop("grace"))
-    loading: dict[str, Any] = {"draft_vocab": draft_vocab, "max_model_len": options.pop("max_model_len")}
+    loading = {name: options.pop(name) for name in ("draft_vocab", "draft_window", "max_model_len")}
     if total_tokens is not None:
         loading["tree"] = TreeConfig.of(5, 10, total_tokens)
     log = logging.getLogger("eagle_slim.serve")

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BLOCK, _MOST_ROWS = 32, 12
+_BLOCK, _MAX_ROWS = 32, 12
 
 
 def few_rows(inputs: Tensor, weight: Tensor) -> Tensor:
     """Return ``inputs`` [..., in] times ``weight`` [out, in], as `torch.nn.functional.linear` but for rounding."""
     rows = inputs.flatten(0, -2)
-    is_read_again = 1 < len(rows) <= _MOST_ROWS and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
+    is_read_again = 1 < len(rows) <= _MAX_ROWS and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
     if not is_read_again or len(weight) % _BLOCK:
         return F.linear(inputs, weight)
     blocks = weight.unflatten(0, (-1, _BLOCK))

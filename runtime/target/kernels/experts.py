@@ -27,7 +27,7 @@ _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
 _COMBINED = 16
 """Rows that are added at a time."""
-_MOST_SHARES = 4
+_MAX_SHARES = 4
 """Programs that share an expert's rows."""
 _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "plain": (
@@ -265,4 +265,4 @@ def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple
     known = _TILES[(plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     tiles = replace(tiles, waits=shape.groups == 1 and overwrites_operands(x.device))
-    return tiles, _grid(experts, rows, min(_MOST_SHARES, triton.cdiv(rows, tiles.block_rows)))
+    return tiles, _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
