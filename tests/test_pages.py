@@ -87,6 +87,18 @@ def test_every_figure_of_readme_links_to_a_measurement() -> None:
     assert len(figures()) >= 7
 
 
+def test_figures_of_other_pages_are_in_the_sections_that_they_link_to() -> None:
+    page = (ROOT / MEASUREMENTS).read_text("utf-8")
+    missing = [
+        (path.name, number, anchor)
+        for path in (ROOT / "docs").glob("*.md")
+        for text, anchor in re.findall(r"\[([^\]]*)\]\(measurements\.md#([\w-]+)\)", path.read_text("utf-8"))
+        for number in re.findall(NUMBER, text)
+        if not re.search(rf"(?<![\d.,]){re.escape(number)}(?!\d|[.,]\d)", section(page, anchor))
+    ]
+    assert missing == []
+
+
 def section(page: str, anchor: str) -> str:
     parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
     (found,) = (
@@ -95,12 +107,12 @@ def section(page: str, anchor: str) -> str:
     return found
 
 
-def rows(value: Any, around: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every object of a result, with what is said beside the lists and objects that it lies in, machines too."""
+def rows(value: Any, around: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every object of a result, and with it what is said beside the lists and objects that it lies in, machines too."""
     if isinstance(value, dict):
         plain = {name: each for name, each in value.items() if not isinstance(each, dict | list)}
         around = around | value.get("machine", {}) | plain
-        yield around
+        yield plain, around
         for name, each in value.items():
             yield from rows(each, around | {"key": name})
     elif isinstance(value, list):
@@ -113,6 +125,12 @@ def result(path: Path) -> Any:
     return json.loads(path.read_text("utf-8"))
 
 
+def meets(row: dict[str, Any], wanted: list[list[str]]) -> bool:
+    """Whether a row has all values; of a commit the beginning."""
+    found = [(str(row.get(name))[: len(value) if name == "commit" else None], value) for name, value in wanted]
+    return all(each == value for each, value in found)
+
+
 def proven(text: str, field: str, conditions: str) -> float:
     """The one value that a field has in the rows, of the results that a section links to, which meet conditions."""
     found = set()
@@ -120,17 +138,9 @@ def proven(text: str, field: str, conditions: str) -> float:
         whole = result(ROOT / name)
         if conditions == "the file":
             found |= {whole[field]} if field in whole else set()
-            continue
-        wanted = [" ".join(each.split()).split("=", 1) for each in conditions.split(",")]
-        found |= {
-            row[field]
-            for row in rows(whole, {})
-            if field in row
-            and all(
-                str(row.get(name)).startswith(value) if name == "commit" else str(row.get(name)) == value
-                for name, value in wanted
-            )
-        }
+        else:
+            wanted = [" ".join(each.split()).split("=", 1) for each in conditions.split(",")]
+            found |= {own[field] for own, row in rows(whole, {}) if field in own and meets(row, wanted)}
     assert len(found) == 1, (field, conditions, found)
     return float(found.pop())
 
