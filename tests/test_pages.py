@@ -125,10 +125,10 @@ def result(path: Path) -> Any:
     return json.loads(path.read_text("utf-8"))
 
 
-def meets(row: dict[str, Any], wanted: list[list[str]]) -> bool:
-    """Whether a row has all values; of a commit the beginning."""
+def meets(own: dict[str, Any], row: dict[str, Any], wanted: list[list[str]]) -> bool:
+    """Whether a row has all values, one of them of its own; of a commit the beginning."""
     found = [(str(row.get(name))[: len(value) if name == "commit" else None], value) for name, value in wanted]
-    return all(each == value for each, value in found)
+    return all(each == value for each, value in found) and any(name in own or name == "key" for name, _ in wanted)
 
 
 def proven(text: str, field: str, conditions: str) -> float:
@@ -140,7 +140,7 @@ def proven(text: str, field: str, conditions: str) -> float:
             found |= {whole[field]} if field in whole else set()
         else:
             wanted = [" ".join(each.split()).split("=", 1) for each in conditions.split(",")]
-            found |= {own[field] for own, row in rows(whole, {}) if field in own and meets(row, wanted)}
+            found |= {own[field] for own, row in rows(whole, {}) if field in own and meets(own, row, wanted)}
     assert len(found) == 1, (field, conditions, found)
     return float(found.pop())
 
