@@ -74,6 +74,14 @@ def test_every_page_is_in_the_index() -> None:
     assert len(index.splitlines()) <= 40
 
 
+def test_pages_that_code_names_exist() -> None:
+    folders = ("convert", "runtime", "vocab_tools", "benchmarks", "examples", "tests")
+    sources = [path.read_text("utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"docs/[\w-]+\.md", text)}
+    assert len(named) > 4
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
 def figures() -> list[tuple[str, str, str]]:
     """(number, what follows it, anchor) of every figure of README that links to a measurement."""
     links = re.findall(rf"\[([^\]]*)\]\({re.escape(MEASUREMENTS)}#([\w-]+)\)", README)
