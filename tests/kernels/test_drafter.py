@@ -82,7 +82,6 @@ def test_options_of_a_head(name: str, device: str) -> None:
 
 
 def test_norms_of_a_wider_targets_taps(device: str) -> None:
-    """As gpt-oss' heads of their own width have them."""
     head = with_options(random_head(target_hidden=80, device=device), tap_norms=3, norm_output=True)
     assert_is_the_references(draft(head, (1, 2, 5), [5], [3]))
 

@@ -215,7 +215,6 @@ CALLS = {"tool_calls": [CALL]}
 @pytest.mark.parametrize(
     ("first", "expected"),
     [
-        (says("ω"), ["<|channel|>final<|message|>ω<|return|>"]),
         (says("ω", thinking="κκ"), [f"<|channel|>analysis<|message|>κκ<|end|>{ANSWERED}ω<|return|>"]),
         (says(None, **CALLS), [CALLED.removeprefix("<|start|>assistant")]),
         (says("ω", **CALLS), [f"<|channel|>analysis<|message|>ω<|end|>{CALLED}"]),

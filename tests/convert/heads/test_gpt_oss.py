@@ -64,10 +64,7 @@ def test_read(tmp_path, arguments, taps, settled):
 REFUSED = {
     "amazon, four layers": ({"ptd_token_id": 7, "extra": {"layers.1.mlp.up_proj.weight": torch.ones(4, 4)}}, "P-EAGLE"),
     "speculators' P-EAGLE": ({"pard_token": 7}, '"parallel_drafting": true'),
-    "ModelOpt, parallel": (
-        {"extra": {"parallel_draft_heads.medusa_heads.0.0.linear.weight": torch.ones(4, 4)}},
-        "several tokens in parallel",
-    ),
+    "ModelOpt, parallel": ({"extra": {"parallel_draft_heads.0.weight": torch.ones(4, 4)}}, "tokens in parallel"),
     "SpecForge, experts": ({"extra": {"midlayer.mlp.router.weight": torch.ones(4, 4)}}, "a mixture-of-experts head"),
     "sinks": ({"extra": {"midlayer.self_attn.sinks": torch.ones(4)}}, "an attention with sinks"),
 }
