@@ -13,6 +13,8 @@ of it touched. Rows:
 * ``tokens``: drafted answers are the plain ones, of a model of four layers, alone and side by side;
 * ``pass/LAW/SEQUENCES/ROWS``: a pass of the target after 512 tokens of each sequence, and the time that its bytes take
   at the card's copy rate;
+* ``price/LAW/SEQUENCES/ROWS``: what exact rows cost: such a pass beside the same with both products of the experts by
+  `torch._grouped_mm`, over rows that the device sorts by expert, and all around them by `torch.compile`;
 * ``step/LAW/SEQUENCES``: a plain step, its tokens chosen;
 * ``draft/LAW/NODES``: chains, over plain steps in turn: 2.2 tokens a step (of 3 nodes 1.9), a head of 32,000 rows;
 * ``layer/ROWS``: a layer's router and experts, beside transformers' module with `torch._grouped_mm`;
@@ -29,16 +31,28 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels import experts as kernels
 from eagle_slim.runtime.target.kernels.experts import Experts, Routing
-from eagle_slim.runtime.target.kernels.products import Norm, NormedRows, embed, embed_ref, lift_of, num_groups
+from eagle_slim.runtime.target.kernels.products import (
+    Norm,
+    NormedRows,
+    embed,
+    embed_ref,
+    lift_of,
+    num_groups,
+    put_residual_ref,
+)
 from torch import Tensor
 
+from benchmarks.price import MOST_DIFFERENT, PartOps
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import (
     EXPERTS,
@@ -94,6 +108,57 @@ class Law:
         return self.base + self.offsets[tokens % self.classes] + noise
 
 
+class GroupedProducts:
+    """Both products of the experts by `torch._grouped_mm`, whose sums depend on how many rows an expert has.
+
+    ``fuse`` compiles what is around them.
+    """
+
+    def __init__(self, fuse: Callable[[Any], Any]) -> None:
+        self._sort, self._gate, self._add = map(fuse, (self._sorted, self._gated, self._added))
+        self._order: tuple[Tensor, ...] = ()
+        """Of the last rows: their pairs by expert, the place of each pair among these, and where each expert's end."""
+
+    @staticmethod
+    def _sorted(picked: Tensor, scaled: Tensor, count: int) -> tuple[Tensor, ...]:
+        experts, pair = picked.flatten(), torch.arange(picked.numel(), device=picked.device)
+        is_before = (experts[None] < experts[:, None]) | ((experts[None] == experts[:, None]) & (pair < pair[:, None]))
+        place = is_before.sum(1)
+        order = torch.zeros_like(place).scatter(0, place, pair)
+        ends = (experts[None] <= torch.arange(count, device=picked.device)[:, None]).sum(1).to(torch.int32)
+        return scaled[order // picked.shape[1]], order, place, ends
+
+    @staticmethod
+    def _gated(both: Tensor, factor: Tensor, order: Tensor, top_k: int) -> Tensor:
+        gate, up = (both.float() * factor[order // top_k]).chunk(2, -1)
+        return (F.silu(gate) * up).to(both.dtype)
+
+    @staticmethod
+    def _added(parts: Tensor, place: Tensor, weights: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None) -> None:
+        of_row = parts.float()[place].view(*weights.shape, -1) * weights[..., None]
+        put_residual_ref(rows.residual.float() + of_row.sum(1), norm, rows, tap)
+
+    def gated_experts(
+        self, rows: NormedRows, norm: Norm, experts: Experts, routing: Routing, lift: float = 1.0
+    ) -> None:
+        """Compute `kernels.gated_experts` of rows that are all in use, sorted by expert; ``lift`` is 1."""
+        scaled, picked = rows.scaled, routing.picks.experts[: len(rows.scaled)]
+        x, *order_of = self._sort(picked, scaled, experts.count)
+        order, _, ends = self._order = tuple(order_of)
+        weight = experts.gate_up.view(experts.count, -1, scaled.shape[1]).transpose(1, 2)
+        both = torch._grouped_mm(x, weight, offs=ends)
+        routing.gated[: len(x)] = self._gate(both, rows.factor(norm), order, experts.top_k)
+
+    def add_experts(
+        self, experts: Experts, routing: Routing, norm: Norm, rows: NormedRows, tap: Tensor | None = None
+    ) -> None:
+        """Compute `kernels.add_experts` after `gated_experts`."""
+        order, place, ends = self._order
+        weight = experts.down.view(experts.count, -1, experts.width).transpose(1, 2)
+        parts = torch._grouped_mm(routing.gated[: len(order)], weight, offs=ends)
+        self._add(parts, place, routing.picks.weights[: len(rows.scaled)], norm, rows, tap)
+
+
 class Mixture:
     """A random model whose routing is drawn."""
 
@@ -137,23 +202,47 @@ class Mixture:
         if shapes and self.device.type == "cuda":
             cache = self.random.new_cache(max(places for places, _ in shapes), PREFIX + ROOM)
             tokens = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
-            runs = [pass_over(target, cache, each, PREFIX) for each in tokens]
+            runs = [pass_over(target, cache, each, PREFIX)[0] for each in tokens]
             with only_compiled():
                 for run in runs:
                     run()
 
     def time_pass(self, law: str, places: int, nodes: int, bandwidth: float) -> dict[str, Any]:
         """Time a pass of so many rows of each of ``places`` sequences."""
-        self.follow(law, places)
-        cache, target = self.random.new_cache(places, PREFIX + ROOM), self.random.target
-        draw = torch.Generator().manual_seed(nodes)
-        tokens = torch.randint(target.vocab_size // places, (places, nodes), generator=draw) * places
-        tokens += torch.arange(places)[:, None]
-        found = captured_pass(target, cache, tokens.to(self.device), PREFIX)
+        cache, tokens = self._prepare(law, places, nodes)
+        found = captured_pass(self.random.target, cache, tokens, PREFIX)
         touched = found.touched()
         ms = statistics.median(time_queued_us(found.run, self.device, 5) for _ in range(5)) / 1e3
         floor_ms = self.read_bytes(touched, places * PREFIX) / bandwidth * 1e3
         return {"touched": touched, "pass_ms": ms, "floor_ms": floor_ms, "over_floor": ms / floor_ms}
+
+    def _prepare(self, law: str, places: int, nodes: int) -> tuple[KVCache, Tensor]:
+        """Return a cache, and tokens [places, nodes] of so many sequences that are routed by a law."""
+        self.follow(law, places)
+        draw = torch.Generator().manual_seed(nodes)
+        tokens = torch.randint(self.random.target.vocab_size // places, (places, nodes), generator=draw) * places
+        tokens += torch.arange(places)[:, None]
+        return self.random.new_cache(places, PREFIX + ROOM), tokens.to(self.device)
+
+    def time_price(self, law: str, places: int, nodes: int) -> dict[str, Any]:
+        """Time a pass, and the same with grouped products, in turn."""
+        cache, tokens = self._prepare(law, places, nodes)
+        target: Any = self.random.target
+        grouped = GroupedProducts(partial(torch.compile, dynamic=False) if tokens.is_cuda else lambda run: run)
+        parts = {"gated_experts": grouped.gated_experts, "add_experts": grouped.add_experts}
+        runs, logits = [], []
+        for ops in (target.ops, PartOps(target.ops.use_kernels, parts, target.intermediate_size)):
+            with mock.patch.object(target, "ops", ops):
+                found = captured_pass(target, cache, tokens, PREFIX)
+            found.run()
+            runs.append(found.run)
+            logits.append(found.logits.float())
+        norms = [float(each.norm()) for each in (logits[0] - logits[1], logits[0])]
+        if norms[0] > MOST_DIFFERENT * norms[1]:
+            raise RuntimeError(f"Grouped products give other logits: {norms[0] / norms[1]:.3f} of their norm.")
+        times = [[time_queued_us(run, self.device, 5) / 1e3 for run in runs] for _ in range(9)]
+        ours, theirs = map(statistics.median, zip(*times, strict=True))
+        return {"ours_ms": ours, "grouped_ms": theirs, "percent": 100 * (ours / theirs - 1)}
 
     def time_step(self, law: str, places: int) -> dict[str, Any]:
         """Time a plain step."""
@@ -298,7 +387,8 @@ def all_rows() -> list[str]:
     steps = [f"step/{law}/{places}" for law, places in (("uniform", 1), ("uniform", 16), ("biased", 16))]
     drafts = [f"draft/{law}/{nodes}" for law in ("biased", "uniform") for nodes in (4, 3)]
     layers = [f"layer/{rows}" for rows in (1, 4, 16, 60)]
-    return ["exact", "tokens", *passes, *steps, drafts[0], "prompt/4096", *layers, *drafts[1:], "prompt/512"]
+    prices = [f"price/{law}/{rows}" for rows in ("1/1", "1/4", "16/1") for law in ("biased", "uniform")]
+    return ["exact", "tokens", *passes, *steps, drafts[0], "prompt/4096", *prices, *layers, *drafts[1:], "prompt/512"]
 
 
 @torch.inference_mode()
@@ -306,6 +396,8 @@ def measured_row(mixture: Mixture, kind: str, rest: list[str], bandwidth: float)
     """Time the row of a kind."""
     if kind == "pass":
         return mixture.time_pass(rest[0], int(rest[1]), int(rest[2]), bandwidth)
+    if kind == "price":
+        return mixture.time_price(rest[0], int(rest[1]), int(rest[2]))
     if kind in ("step", "draft"):
         return (mixture.time_step if kind == "step" else mixture.time_draft)(rest[0], int(rest[1]))
     return (mixture.time_layer if kind == "layer" else mixture.time_prompt)(int(rest[0]))
