@@ -431,7 +431,7 @@ class Pass(NamedTuple):
 
 
 def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> tuple[Callable[[], None], Tensor]:
-    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of each slot, and its logits."""
+    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of a slot, and its logits."""
     places, nodes = tokens.shape
     device, places_of = tokens.device, torch.arange(places, dtype=torch.int32, device=tokens.device)
     lengths = torch.full((places,), prefix, dtype=torch.int32, device=device)
