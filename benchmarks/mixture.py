@@ -2,12 +2,8 @@
 
     python -m benchmarks.mixture [--seconds 150] [--rows REGEX] [--out benchmarks/results/DATE-h100-mixture.json]
 
-Random weights of Qwen3-30B-A3B's dimensions; 61 GB of them are made on the card. Where a token goes is drawn: a part of
-its embedding, which stands out of what layers add, holds a number for each expert, and every layer's router reads them
-in an order of its own. Routers: ``uniform``, where these numbers are noise, so that rows share few experts;
-``biased``, where experts are as frequent as a Zipf law says (exponent 0.5), with an offset of each sequence's own that
-is set so that 6 tokens of one touch 24 experts of a layer, as was counted of Qwen3-30B-A3B. Each row says what a layer
-of it touched. Rows:
+Random weights of Qwen3-30B-A3B's dimensions; 61 GB of them are made on the card. Where a token goes is drawn by the
+LAW ``uniform`` or ``biased`` (`shared.routing`). Each row says what a layer of it touched. Rows:
 
 * ``exact``: a layer's kernels against their twins, and each row's bits alone, in company, and in prompts;
 * ``tokens``: drafted answers are the plain ones, of a model of four layers, alone and side by side;
@@ -28,7 +24,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 from unittest import mock
@@ -37,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
+from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels import experts as kernels
@@ -52,13 +50,11 @@ from eagle_slim.runtime.target.kernels.products import (
 )
 from torch import Tensor
 
-from benchmarks.price import MOST_DIFFERENT, PartOps
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import (
     EXPERTS,
     SPARE_LENGTH,
     TARGET_WEIGHTS,
-    RandomModel,
     capture_steps,
     captured_pass,
     guessable_model,
@@ -69,6 +65,7 @@ from benchmarks.shared.decoding import (
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import draw_lengths
+from benchmarks.shared.routing import STAND_OUT, RoutedModel
 from benchmarks.shared.timing import copy_bytes_per_s, machine, time_queued_us
 
 NAME, PREFIX, ROWS, ROOM = "qwen3-30b-a3b", 512, 32000, 512
@@ -76,36 +73,19 @@ PASSES = {1: (1, 2, 4, 8, 60), 16: (1,)}
 """Rows of a pass, by its sequences."""
 STEPS = 240
 """Steps of a round; their lengths have the mean that is asked for."""
-STAND_OUT = 20.0
-"""Size of the part of an embedding that routers read, beside what all layers add, about 1."""
-TOUCHED = 24
-"""Experts of a layer that 6 tokens of a sequence touch where routers are biased."""
+MOST_DIFFERENT = 0.05
+"""Norm of the difference of logits over their norm, from which on products are wrong: rounding leaves less."""
 
 
-class Law:
-    """Numbers for experts by token: a base of all, an offset of each class of tokens, and noise of each."""
+@dataclass(frozen=True)
+class OtherOps(Ops):
+    """Our operations, but for ``parts`` by name."""
 
-    def __init__(self, name: str, experts: int, top_k: int, classes: int) -> None:
-        draw = torch.Generator().manual_seed(classes)
-        self.classes, self.experts, self.top_k, self._draw = classes, experts, top_k, draw
-        rank = torch.randperm(experts, generator=draw) + 1
-        self.base, self.offsets = torch.zeros(experts), torch.zeros(classes, experts)
-        if name == "biased":
-            self.base = -0.5 * rank.float().log()
-            unit, low, high = torch.randn(classes, experts, generator=draw), 0.0, 8.0
-            for _ in range(20):
-                self.offsets = unit * (low + high) / 2
-                low, high = ((low + high) / 2, high) if self.touched(6) > TOUCHED else (low, (low + high) / 2)
+    parts: Mapping[str, Any]
 
-    def touched(self, tokens: int, tries: int = 64) -> float:
-        """Count the experts that tokens of a class touch, in the mean."""
-        picked = self.numbers(torch.zeros(tries * tokens, dtype=torch.int64)).topk(self.top_k).indices
-        return sum(len(each.unique()) for each in picked.view(tries, -1)) / tries
-
-    def numbers(self, tokens: Tensor) -> Tensor:
-        """Draw the numbers of tokens, [tokens, experts]."""
-        noise = -torch.empty(len(tokens), self.experts).exponential_(generator=self._draw).log()
-        return self.base + self.offsets[tokens % self.classes] + noise
+    def __call__(self, operation: Any) -> Any:
+        """Return what runs in place of the operation."""
+        return self.parts.get(operation.__name__) or super().__call__(operation)
 
 
 class GroupedProducts:
@@ -166,23 +146,8 @@ class Mixture:
         self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, weights: str = "bf16"
     ) -> None:
         self.sizes, self.device = EXPERTS[name], device
-        self.random = RandomModel(name, device, dtype, weights=weights)
-        self.model: Any = self.random.target.model
-        self._numbers: dict[tuple[str, int], Tensor] = {}
-        count, draw = self.sizes["num_experts"], torch.Generator().manual_seed(0)
-        for layer in self.model.model.layers:
-            router = layer.mlp.gate.weight.data.zero_()
-            router[torch.arange(count), torch.randperm(count, generator=draw)] = 1.0
-
-    def follow(self, law: str, classes: int) -> None:
-        """Let tokens be routed by a law, token t as those of class ``t % classes``."""
-        embedding = self.model.model.embed_tokens.weight.data
-        if (law, classes) not in self._numbers:
-            drawn = Law(law, self.sizes["num_experts"], self.sizes["num_experts_per_tok"], classes)
-            numbers = drawn.numbers(torch.arange(len(embedding)))
-            numbers = (numbers - numbers.mean(1, keepdim=True)) / numbers.std() * STAND_OUT
-            self._numbers[law, classes] = numbers.to(embedding)
-        embedding[:, : self.sizes["num_experts"]] = self._numbers[law, classes]
+        self.random = RoutedModel(name, device, dtype, weights)
+        self.model, self.follow = self.random.model, self.random.follow
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -231,7 +196,7 @@ class Mixture:
         grouped = GroupedProducts(partial(torch.compile, dynamic=False) if tokens.is_cuda else lambda run: run)
         parts = {"gated_experts": grouped.gated_experts, "add_experts": grouped.add_experts}
         runs, logits = [], []
-        for ops in (target.ops, PartOps(target.ops.use_kernels, parts, target.intermediate_size)):
+        for ops in (target.ops, OtherOps(target.ops.use_kernels, parts)):
             with mock.patch.object(target, "ops", ops):
                 found = captured_pass(target, cache, tokens, PREFIX)
             found.run()

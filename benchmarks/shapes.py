@@ -10,8 +10,8 @@ choice by step, which begins each round with nothing learned. Rows, those that t
 * ``text/ROWS/CATEGORY``: the same over ROWS rows, one sequence at a time, the first prompts of one category;
 * ``drawn/DIMS/LAW/N``: random weights of DIMS, 32,000 rows, N sequences; a child of rank r at level l is accepted with
   chance q_l * 0.2 ** r, of q = 0.75, 0.65, 0.6, 0.6, ... (falling), or the same at every level. All variants take the
-  same draws. Of a mixture, whose router is uniform (`mixture`), these are plain decoding and the choice alone. Steps
-  that only time a shape are not counted, but in ``timing_s`` of ``parts``;
+  same draws. Of a mixture, whose router is uniform (`shared.routing`), these are plain decoding and the choice alone.
+  Steps that only time a shape are not counted, but in ``timing_s`` of ``parts``;
 * ``change/ROWS/BEFORE/AFTER``: ten prompts of one category right after ten of another, so that all that is known is of
   the other; one sequence at a time;
 * ``mixed/N``: as ``slots/N``, prompts of mathematics and German side by side;
@@ -59,11 +59,11 @@ from eagle_slim.runtime.step.shapes import (
     shapes_up_to,
 )
 
-from benchmarks.mixture import Mixture
 from benchmarks.shared import decoding
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import EXPERTS, RandomModel, fill, run_steps
 from benchmarks.shared.drawn_verdicts import DrawnVerdicts, draw_ranks
+from benchmarks.shared.routing import RoutedModel
 from benchmarks.shared.timing import machine
 
 PROMPTS = (Path(__file__).with_name("prompts.jsonl"), Path(__file__).parents[1] / "examples" / "prompts.jsonl")
@@ -332,9 +332,9 @@ def random_model(dims: str, device: torch.device) -> RandomModel:
     """Build the random weights of ``dims``; a mixture's router is uniform."""
     if dims not in EXPERTS:
         return RandomModel(dims, device)
-    mixture = Mixture(dims, device)
-    mixture.follow("uniform", 1)
-    return mixture.random
+    model = RoutedModel(dims, device)
+    model.follow("uniform", 1)
+    return model
 
 
 def shapes_of(kind: str) -> list[TreeConfig | None]:

@@ -7,8 +7,9 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 
 from benchmarks import mixture
-from benchmarks.mixture import TOUCHED, Law, Mixture, check_layer, measured_row
-from benchmarks.shared import decoding
+from benchmarks.mixture import Mixture, check_layer, measured_row
+from benchmarks.shared import decoding, routing
+from benchmarks.shared.routing import TOUCHED, Law
 
 CPU = torch.device("cpu")
 SIZES = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
@@ -34,7 +35,7 @@ def test_biased_tokens_of_a_sequence_share_experts() -> None:
     "row", ["pass/uniform/1/6", "pass/uniform/3/1", "step/uniform/1", "draft/uniform/4", "price/biased/3/2"]
 )
 def test_rows(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "TOUCHED", 7)
+    monkeypatch.setattr(routing, "TOUCHED", 7)
     kind, *rest = row.split("/")
     found = measured_row(Mixture("tiny", CPU, torch.float32), kind, rest, 1e9)
     if kind == "pass":
