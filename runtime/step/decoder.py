@@ -180,7 +180,8 @@ class Decoder:
         spans = []
         with counted_apart():
             # Captured before it is timed.
-            run()
+            if not self.is_ready(num_active, rules, tree):
+                run()
             for _ in range(_TIMED):
                 # Few launches: a host that comes late would leave a gap within what is timed.
                 copy_together_(changed, before)
