@@ -47,6 +47,7 @@ from eagle_slim.runtime.target.kernels.products import (
     lift_of,
     num_groups,
     put_residual_ref,
+    source_of,
 )
 from torch import Tensor
 
@@ -125,7 +126,7 @@ class GroupedProducts:
         scaled, picked = rows.scaled, routing.picks.experts[: len(rows.scaled)]
         x, *order_of = self._sort(picked, scaled, experts.count)
         order, _, ends = self._order = tuple(order_of)
-        weight = experts.gate_up.view(experts.count, -1, scaled.shape[1]).transpose(1, 2)
+        weight = source_of(experts.gate_up).view(experts.count, -1, scaled.shape[1]).transpose(1, 2)
         both = torch._grouped_mm(x, weight, offs=ends)
         routing.gated[: len(x)] = self._gate(both, rows.factor(norm), order, experts.top_k)
 
@@ -134,7 +135,7 @@ class GroupedProducts:
     ) -> None:
         """Compute `kernels.add_experts` after `gated_experts`."""
         order, place, ends = self._order
-        weight = experts.down.view(experts.count, -1, experts.width).transpose(1, 2)
+        weight = source_of(experts.down).view(experts.count, -1, experts.width).transpose(1, 2)
         parts = torch._grouped_mm(routing.gated[: len(order)], weight, offs=ends)
         self._add(parts, place, routing.picks.weights[: len(rows.scaled)], norm, rows, tap)
 

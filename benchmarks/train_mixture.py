@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +73,11 @@ def mixture_of(base: Any, tokens: Tensor) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     old = base.config
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    same += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters")
-    same += ("bos_token_id", "eos_token_id", "pad_token_id")
+    same = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters"),
+        *("bos_token_id", "eos_token_id", "pad_token_id"),
+    )
     config = Qwen3MoeConfig(
         **{name: getattr(old, name) for name in same},
         head_dim=old.hidden_size // old.num_attention_heads,
@@ -170,7 +172,7 @@ class TrainedHead:
 
     def project(self, x: Tensor, name: str, heads: int, first: int | None = None) -> Tensor:
         """Return [batch, heads, rows, head_dim], rotated as at positions from ``first`` on unless that is None."""
-        out = self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (heads, -1)).transpose(1, 2)
+        out: Tensor = self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (heads, -1)).transpose(1, 2)
         if first is not None:
             angles = torch.arange(first, first + x.shape[1], device=x.device)[None]
             out = apply_rotary(out, *self.rotary.at(angles))
@@ -227,8 +229,8 @@ def make(folder: Path, corpus: Path, seconds: int, device: torch.device) -> dict
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     opened = SpeculativeModel.from_pretrained(device=device, dtype=dtype)
-    base: Any = opened.target.model
-    tokens = read_chats(opened.tokenizer, corpus)
+    base, tokenizer = cast("Any", opened.target.model), cast("Any", opened.tokenizer)
+    tokens = read_chats(tokenizer, corpus)
     model = mixture_of(base, tokens[:BATCH].to(device)).train()
     steps = partial(batches, tokens, seconds, device)
     found: dict[str, Any] = {"tokens": tokens.numel(), "seconds": seconds}
@@ -241,7 +243,7 @@ def make(folder: Path, corpus: Path, seconds: int, device: torch.device) -> dict
     taps = default_taps(len(model.model.layers))
     found["head"] = train([*head.tensors.values()], RATES["head"], partial(head_losses, head, model, taps), steps())
     model.to(torch.bfloat16).save_pretrained(folder / "target")
-    opened.tokenizer.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
     shutil.copytree(embedded_head(), folder / "head", dirs_exist_ok=True)
     trained = {name: head.tensors[names[name]].detach().bfloat16().cpu() for name in stored}
     save_file(trained, folder / "head" / "model.safetensors")

@@ -193,7 +193,7 @@ class Decoder:
         copy_together_(changed, before)
         torch.cuda.synchronize()
         # What else runs here makes single steps longer, never shorter.
-        return min(begin.elapsed_time(end) for begin, end in spans)
+        return float(min(begin.elapsed_time(end) for begin, end in spans))
 
     def warm_up(self, rules: ChoiceRules, num_active: int, trees: Sequence[TreeConfig | None]) -> WarmUp:
         """Compile and capture steps of ``trees``, and chunks, of up to ``num_active`` sequences.
