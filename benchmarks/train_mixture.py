@@ -244,7 +244,8 @@ def make(folder: Path, corpus: Path, seconds: int, device: torch.device) -> dict
     found["head"] = train([*head.tensors.values()], RATES["head"], partial(head_losses, head, model, taps), steps())
     model.to(torch.bfloat16).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
-    shutil.copytree(embedded_head(), folder / "head", dirs_exist_ok=True)
+    (folder / "head").mkdir(exist_ok=True)
+    shutil.copy(embedded_head() / "config.json", folder / "head")
     trained = {name: head.tensors[names[name]].detach().bfloat16().cpu() for name in stored}
     save_file(trained, folder / "head" / "model.safetensors")
     return found
@@ -326,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.cuda.empty_cache()
     written = args.save or args.saved
     with ProcessPoolExecutor(1, get_context("spawn")) as beside:
-        on_cpu = beside.submit(compare_on_cpu, written, args.new // 8, 2)
+        on_cpu = beside.submit(compare_on_cpu, written, args.new // 2, min(args.prompts, 8))
         for row in compare(written, device, args.new, args.prompts):
             note(row)
         note(on_cpu.result())
