@@ -38,9 +38,8 @@ FUSED_ON = ("cuda",)
 _ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
 _EXPERTS = ("top_k", "norm_topk_prob", "num_experts", "has_gate", "is_concatenated", "is_transposed")
 _OTHERS = ("layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
-_ROTARY = ("rope_type", "attention_scaling")
 _TENSORS = ("weight", "bias", "gate_up_proj", "down_proj")
-_READ = (*_ATTENTION, *_EXPERTS, *_OTHERS, *_ROTARY, *_TENSORS)
+_READ = (*_ATTENTION, *_EXPERTS, *_OTHERS, *_TENSORS)
 """Attributes of modules that a forward computes with."""
 
 _FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
@@ -84,7 +83,7 @@ def unfit_reason(model: Any) -> str | None:
     """Return why a supported model is not fused, as the end of a sentence that says what was found where, or None."""
     config, family, file = model.config, str(family_of(model)), sys.modules[type(model).__module__]
     if type(model).__name__ != f"{family}ForCausalLM" or not file.__name__.startswith("transformers.models."):
-        return f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
+        return f"{type(model).__name__} is none of transformers' {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
     for name, value in vars(file).items():
         is_own = not isinstance(value, FunctionType) or is_of_a_library(value)
         if isinstance(value, type) and name.startswith(family):
@@ -106,14 +105,10 @@ def unfit_reason(model: Any) -> str | None:
     for fact in wanted | found:
         if found.get(fact) != wanted.get(fact):
             return f"{fact} {found.get(fact)}, and its configuration gives {wanted.get(fact)}"
-    rotary = model.model.rotary_emb
-    kind = getattr(rotary, "rope_type", "default")
+    # Frequencies and their scaling are read from the module.
+    kind = getattr(model.model.rotary_emb, "rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         return f"{kind} RoPE changes its frequencies with the length"
-    with torch.device("cpu"):
-        expected = type(rotary)(config=config).inv_freq
-    if not torch.allclose(rotary.inv_freq.detach().cpu().float(), expected.to(rotary.inv_freq.dtype).float(), atol=0):
-        return "model.rotary_emb.inv_freq is not that of its configuration"
     return unfit_calls(model)
 
 
@@ -128,7 +123,7 @@ def _facts(model: Any) -> dict[str, Any]:
         facts[f"{where} is a"] = f"{kind.__qualname__} of {kind.__module__}"
         facts[f"{where} has a configuration of its own:"] = getattr(module, "config", model.config) is not model.config
         for name in _READ:
-            value = getattr(module, name, None)
+            value: Any = getattr(module, name, None)
             # Biases of these two are read apart from any other.
             if not isinstance(value, nn.Module) and (name != "bias" or not path.endswith(("o_proj", "down_proj"))):
                 facts[f"{where}.{name} is"] = list(value.shape) if hasattr(value, "shape") else value

@@ -397,8 +397,6 @@ OUTCOMES = {
     "attention's forward, partial": "has a forward of its own",
     "attention's forward, closure": REFUSED,
     "wrapped linear": "down_proj is a Wrapped",
-    "frequencies": "inv_freq is not that of its configuration",
-    "attention scaling of rotary": "rotary_emb.attention_scaling is 1.5",
     "activation's forward": "act_fn has a forward of its own",
     "eps": "variance_epsilon is 3.0",
     "eps of the configuration": "its configuration gives 3.0",
