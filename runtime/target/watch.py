@@ -32,6 +32,7 @@ _LARGEST = 1 << 16
 """Entries of a container, and bytes of an array, up to which a change inside is noticed."""
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
+_UNREAD = ("generation_config", "_eagle_slim_kept", "__warningregistry__")
 _PLAIN = (Tensor, nn.Parameter)
 _OPAQUE = (type, GenericAlias, ModuleType, logging.Logger)
 Contents = Callable[[], Mapping[str, Any]]
@@ -43,7 +44,7 @@ class Watch:
     def __init__(self, model: nn.Module, unread: Iterable[str] = ()) -> None:
         self.is_blind = any(each.is_inference() for each in (*model.parameters(), *model.buffers()))
         """Whether tensors of inference mode, which have no version counter, can be written unseen."""
-        self._unread = compat.unread_attributes().union(("generation_config", "_eagle_slim_kept"), unread)
+        self._unread = compat.unread_attributes().union(_UNREAD, unread)
         modules = list(model.modules())
         self._taken: dict[int, Any] = {id(each): each for each in modules}
         """Objects whose contents are compared, by id; kept here, so that no other object gets that id."""
