@@ -114,11 +114,10 @@ def test_a_model_changed_between_two_calls(own: Any, change: Any, head: Path) ->
     check(model, own, REFUSED if name in changed_models.REFUSED_BETWEEN_CALLS else OUTCOMES.get(name, FUSED))
 
 
-def test_an_explicit_fused_is_refused_by_name(head: Path) -> None:
-    adapted = tiny_target("llama")
-    lora("mlp.up_proj")(adapted)
+def test_an_explicit_fused_is_refused_by_name(own: Any, head: Path) -> None:
+    lora("mlp.up_proj")(own)
     with raises_with(UnsupportedModelError, "target_backend", "model.layers.0.mlp.up_proj is a LoraLinear"):
-        over(adapted, head, "fused")
+        over(own, head, "fused")
 
 
 def test_another_activation_than_silu_is_not_fused(head: Path) -> None:
