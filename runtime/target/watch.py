@@ -13,7 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 from unittest.mock import ANY  # equal to everything
@@ -137,9 +137,8 @@ def _differ(old: Any, new: Any) -> bool:
 
 def _held(value: Any) -> dict[str, Any]:
     """Read what an object holds, by name; of a function also the variables that it uses."""
-    held = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        held |= {name: getattr(value, name, None) for name in getattr(kind, "__slots__", ())}
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = {**getattr(value, "__dict__", {}), **{name: getattr(value, name, None) for name in slots}}
     if isinstance(value, (MethodType, partial)):
         held |= {f"part {place}": each for place, each in enumerate(gc.get_referents(value))}
     if isinstance(value, FunctionType):
@@ -154,6 +153,7 @@ def _held(value: Any) -> dict[str, Any]:
     return held
 
 
+@lru_cache(_LARGEST)
 def _names(code: CodeType) -> set[str]:
     """Return the names that code and the code inside it use."""
     return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
