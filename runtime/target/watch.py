@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, GenericAlias, MethodType, ModuleType
@@ -149,7 +148,7 @@ def _held(value: Any) -> dict[str, Any]:
             each = value.__globals__.get(name)
             # Another file's function is not what this one computes with.
             is_other = isinstance(each, FunctionType) and each.__module__ != value.__module__
-            held[f"global {name}"] = weakref.ref(each) if is_other else each
+            held[f"global {name}"] = (each.__code__, id(each)) if is_other else each
     return held
 
 

@@ -4,7 +4,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 from unittest import mock
 
@@ -206,18 +206,8 @@ class Holder:
         return output + self.tensor
 
 
-@dataclass(slots=True)
-class SlottedHolder:
-    tensor: Any
-
-
-@dataclass
-class Dataclass:
-    tensor: Any
-
-
-Steering = tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
-"""Puts another tensor in the place of one that is added to a module's output; writes other numbers into it."""
+Steering = tuple[Callable[[Tensor], object], Callable[[], Tensor]]
+"""Puts another tensor in the place of one that is added to a module's output; gives the one that is there."""
 
 
 def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
@@ -230,7 +220,7 @@ def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
 def steered_by_an_attribute(module: Any, tensor: Tensor) -> Steering:
     steer(module, lambda self: self.vector)
     module.vector = tensor
-    return lambda new: setattr(module, "vector", new), lambda new: module.vector.copy_(new)
+    return lambda new: setattr(module, "vector", new), lambda: module.vector
 
 
 def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable[[Any, Tensor], Steering]:
@@ -242,7 +232,7 @@ def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable
         read = (lambda: getattr(module.held, key)) if is_object else (lambda: module.held[key])
         put = functools.partial(setattr if is_object else type(module.held).__setitem__, module.held, key)
         steer(module, lambda _self: read())
-        return put, lambda new: read().copy_(new)
+        return put, read
 
     return act
 
@@ -250,7 +240,7 @@ def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable
 def steered_by_a_class(module: Any, tensor: Tensor) -> Steering:
     steer(module, lambda self: self.vector)
     type(module).vector = tensor
-    return lambda new: setattr(type(module), "vector", new), lambda new: type(module).vector.copy_(new)
+    return lambda new: setattr(type(module), "vector", new), lambda: type(module).vector
 
 
 def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
@@ -261,13 +251,13 @@ def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
         vector = new
 
     module.register_forward_hook(lambda _module, _args, output: output + vector)
-    return replace, lambda new: vector.copy_(new)
+    return replace, lambda: vector
 
 
 def steered_by_a_list_in_a_closure(module: Any, tensor: Tensor) -> Steering:
     vectors = [tensor]
     module.register_forward_hook(lambda _module, _args, output: output + vectors[0])
-    return functools.partial(vectors.__setitem__, 0), lambda new: vectors[0].copy_(new)
+    return functools.partial(vectors.__setitem__, 0), lambda: vectors[0]
 
 
 def steered_by_a_default(module: Any, tensor: Tensor) -> Steering:
@@ -278,20 +268,20 @@ def steered_by_a_default(module: Any, tensor: Tensor) -> Steering:
         hook.__defaults__ = (new,)
 
     module.register_forward_hook(hook)
-    return replace, lambda new: hook.__defaults__[0].copy_(new)  # type: ignore[index]
+    return replace, lambda: hook.__defaults__[0]  # type: ignore[index]
 
 
 def steered_by_a_partial(module: Any, tensor: Tensor) -> Steering:
     held = [tensor]
     own = module.forward
     module.forward = functools.partial(lambda vectors, x: own(x) + vectors[0], held)
-    return functools.partial(held.__setitem__, 0), lambda new: held[0].copy_(new)
+    return functools.partial(held.__setitem__, 0), lambda: held[0]
 
 
 def steered_by_a_method_of_an_object(module: Any, tensor: Tensor) -> Steering:
     holder = Holder(tensor)
     module.register_forward_hook(holder.hook)
-    return functools.partial(setattr, holder, "tensor"), lambda new: holder.tensor.copy_(new)
+    return functools.partial(setattr, holder, "tensor"), lambda: holder.tensor
 
 
 VECTOR: Any = None
@@ -301,24 +291,21 @@ def steered_by_a_global(module: Any, tensor: Tensor) -> Steering:
     global VECTOR
     VECTOR = tensor
     module.register_forward_hook(lambda _module, _args, output: output + VECTOR)
-    return functools.partial(globals().__setitem__, "VECTOR"), lambda new: VECTOR.copy_(new)
+    return functools.partial(globals().__setitem__, "VECTOR"), lambda: VECTOR
 
 
 def steered_by_an_array(module: Any, tensor: Tensor) -> Steering:
     steer(module, lambda self: torch.from_numpy(self.array))
     module.array = tensor.numpy().copy()
-    return (
-        lambda new: setattr(module, "array", new.numpy().copy()),
-        lambda new: module.array.__setitem__(slice(None), new.numpy()),
-    )
+    return lambda new: setattr(module, "array", new.numpy().copy()), lambda: torch.from_numpy(module.array)
 
 
 STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
     "attribute": steered_by_an_attribute,
     "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
     "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
-    "dataclass": steered_by_what_is_held(Dataclass, "tensor"),
-    "dataclass with slots": steered_by_what_is_held(SlottedHolder, "tensor"),
+    "dataclass": steered_by_what_is_held(make_dataclass("Dataclass", ["tensor"]), "tensor"),
+    "dataclass with slots": steered_by_what_is_held(make_dataclass("Slotted", ["tensor"], slots=True), "tensor"),
     "object": steered_by_what_is_held(Holder, "tensor"),
     "class": steered_by_a_class,
     "closure of a hook": steered_by_a_closure,

@@ -252,10 +252,10 @@ def test_what_no_counter_shows_is_followed_after_refresh(own: Any, head: Path) -
 @pytest.mark.parametrize("where", sweep(STEERED, "attribute", "list in a closure"))
 def test_a_plain_tensor_that_a_forward_reads_is_followed(own: Any, where: str, head: Path) -> None:
     model = over(own, head)
-    replace, write = STEERED[where](own.model.layers[1].mlp, torch.zeros(32))
+    replace, read = STEERED[where](own.model.layers[1].mlp, torch.zeros(32))
     seen = [answer(model, reuse_prefix=True)[0]]
     assert seen == [unchanged_answer()]
-    for act in (replace, write, replace):
+    for act in (replace, lambda new: read().copy_(new), replace):
         act(torch.linspace(-8, 8, 32).roll(5 * len(seen)))
         output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
         seen.append(output.token_ids[0])

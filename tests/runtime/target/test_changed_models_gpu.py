@@ -78,9 +78,9 @@ def test_refresh_keeps_no_rows_of_other_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["attribute", "closure of a hook"])
 def test_a_plain_tensor_in_a_graph_is_followed(where: str, tmp_path: Path) -> None:
     own, model = loaded(tmp_path)
-    replace, write = STEERED[where](own.model.layers[1].mlp, torch.zeros(64, device="cuda"))
+    replace, read = STEERED[where](own.model.layers[1].mlp, torch.zeros(64, device="cuda"))
     seen = [model.generate(PROMPT, **OPTIONS).token_ids[0]]
-    for act in (replace, write):
+    for act in (replace, lambda new: read().copy_(new)):
         act(torch.linspace(-8, 8, 64, device="cuda").roll(len(seen)))
         seen.append(model.generate(PROMPT, **OPTIONS).token_ids[0])
         assert seen[-1] == own_answer(own)
