@@ -145,7 +145,7 @@ def _held(value: Any) -> dict[str, Any]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             held[f"cell {name}"] = gc.get_referents(cell)  # its content, if it has one
         for name in _names(value.__code__):
-            each = value.__globals__.get(name)
+            each: Any = value.__globals__.get(name)
             # Another file's function is not what this one computes with.
             is_other = isinstance(each, FunctionType) and each.__module__ != value.__module__
             held[f"global {name}"] = (each.__code__, id(each)) if is_other else each
