@@ -72,9 +72,9 @@ class Server:
 
     def __init__(self, model: SpeculativeModel, slots: int) -> None:
         import uvicorn
-        from eagle_slim.runtime.serve.app import ServeOptions, Service
+        from eagle_slim.runtime.serve.app import Service
 
-        self.service = Service(lambda: model, ServeOptions(max_slots=slots))
+        self.service = Service(lambda: model, slots=slots)
         config = uvicorn.Config(self.service.app(), port=0, log_level="warning", timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
@@ -150,7 +150,7 @@ def run_long(model: SpeculativeModel, server: Server, name: str, slots: int) -> 
     running = [[body(prompt, True, new=LONG_NEW[name])] for prompt in prompts]
     thread = threading.Thread(target=lambda: found.extend(call_from_processes(server.port, running)))
     thread.start()
-    while server.service.engine.num_running < slots - 1 and thread.is_alive():
+    while len(server.service.engine.running) < slots - 1 and thread.is_alive():
         time.sleep(0.01)
     time.sleep(SETTLED_S)
     began = time.time()

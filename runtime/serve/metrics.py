@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from .calls import ServedAnswer
+from .calls import Answer
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+_GAUGES = {"num_requests_running": "Answers that are running.", "num_requests_waiting": "Answers that are waiting."}
 _COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "generation_tokens": "New tokens.",
@@ -26,32 +26,23 @@ _HISTOGRAMS = {
 
 
 class Metrics:
-    """Metrics of one server."""
+    """Metrics of a model by its name; ``gauges`` count what runs and what waits, when they are asked for."""
 
-    def __init__(self) -> None:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-
-        self.registry, self.kind = CollectorRegistry(), CONTENT_TYPE_LATEST
-
-    def begin(self, name: str, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Count from now on, for a model's name; ``running`` and ``waiting`` count answers when they are asked for."""
+    def __init__(self, registry: Any, name: str, *gauges: Callable[[], int]) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        label: dict[str, Any] = {"labelnames": ("model_name",), "registry": self.registry}
-        self._counters = {key: Counter(f"vllm:{key}", text, **label).labels(name) for key, text in _COUNTERS.items()}
-        self._seconds = {
-            key: Histogram(f"vllm:{key}", text, buckets=_SECONDS, **label).labels(name)
-            for key, text in _HISTOGRAMS.items()
-        }
-        label["labelnames"] = ("model_name", "finished_reason")
-        ended = Counter("vllm:request_success", "Answers by what ended them.", **label)
-        self._ended, self._name = ended, name
-        label["labelnames"] = ("model_name",)
-        for key, count in (("running", running), ("waiting", waiting)):
-            gauge: Any = Gauge(f"vllm:num_requests_{key}", f"Answers that are {key}.", **label).labels(name)
-            gauge.set_function(count)
+        def build(kind: Any, texts: Mapping[str, str], **more: Any) -> dict[str, Any]:
+            more |= {"labelnames": ("model_name",), "registry": registry}
+            return {key: kind(f"vllm:{key}", text, **more).labels(name) for key, text in texts.items()}
 
-    def see(self, answer: ServedAnswer, num_new: int, reason: str | None, now: float) -> None:
+        self._counters, self._seconds = build(Counter, _COUNTERS), build(Histogram, _HISTOGRAMS, buckets=_SECONDS)
+        for gauge, number in zip(build(Gauge, _GAUGES).values(), gauges, strict=True):
+            gauge.set_function(number)
+        labels = ("model_name", "finished_reason")
+        ended = Counter("vllm:request_success", "Answers by what ended them.", labels, registry=registry)
+        self._count_end = lambda reason: ended.labels(name, reason).inc()
+
+    def see(self, answer: Answer, num_new: int, reason: str | None, now: float) -> None:
         """Take new tokens of an answer, and why it ended if it did, before it is told of them."""
         request, began = answer.request, answer.call.began
         if num_new:
@@ -60,7 +51,7 @@ class Metrics:
             self._seconds[f"{key}_seconds"].observe(now - since)
         if reason is None:
             return
-        self._ended.labels(self._name, reason).inc()
+        self._count_end(reason)
         self._seconds["e2e_request_latency_seconds"].observe(now - began)
         counts = {
             "prompt_tokens": len(request.prompt_ids),
@@ -72,9 +63,3 @@ class Metrics:
         }
         for key, number in counts.items():
             self._counters[key].inc(number)
-
-    def text(self) -> bytes:
-        """Return all metrics as Prometheus reads them; ``kind`` is the type of that text."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self.registry)

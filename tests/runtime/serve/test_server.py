@@ -19,7 +19,6 @@ from typing import Any
 import openai
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.serve.app import ServeOptions
 from eagle_slim.runtime.step import decoder, prefill
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -45,8 +44,8 @@ def model(pair: tuple[Path, Path]) -> SpeculativeModel:
 
 @pytest.fixture(scope="module")
 def served(model: SpeculativeModel) -> Iterator[Served]:
-    options = ServeOptions(("tiny", "small"), KEYS, max_slots=2, max_waiting=2, origins=("http://page",))
-    with serving(lambda: model, options) as served:
+    options = {"names": ("tiny", "small"), "api_keys": KEYS, "origins": ("http://page",)}
+    with serving(lambda: model, slots=2, max_waiting=2, **options) as served:
         yield served
 
 
@@ -67,10 +66,6 @@ def noting(run: Callable[..., Any], note: Callable[[], None]) -> Callable[..., A
         return run(*arguments)
 
     return noted
-
-
-def is_idle(served: Served) -> bool:
-    return served.service.engine.num_running + served.service.engine.num_waiting == 0
 
 
 def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, served: Served) -> None:
@@ -199,20 +194,20 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
 def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: Served) -> None:
     """Two run and two wait, as long as the model is held."""
     client, threads = served.client(KEYS[0]), []
-    wait_for(lambda: is_idle(served))
+    wait_for(lambda: served.is_idle)
     with model.target.hold():
         for _ in range(4):
             options = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
             threads.append(threading.Thread(target=client.completions.create, kwargs=options))
             threads[-1].start()
         engine = served.service.engine
-        wait_for(lambda: engine.num_waiting + engine.num_running == 4)
+        wait_for(lambda: len(engine.waiting) + len(engine.running) == 4)
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="tiny", prompt="ab")
         assert int(refused.value.response.headers["retry-after"]) >= 1
     for thread in threads:
         thread.join()
-    wait_for(lambda: is_idle(served))
+    wait_for(lambda: served.is_idle)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -234,7 +229,7 @@ def test_a_client_that_hangs_up_frees_its_slot(
     else:
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(model="tiny", prompt="ab", **LONG)
-    wait_for(lambda: is_idle(served))
+    wait_for(lambda: served.is_idle)
     assert len(steps) < 60
 
 
