@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("eagle_slim.serve")
 _LINGER_S = 0.02
 """Seconds in which the next call finds the generation loop as the last one left it."""
-_PAUSE_S = 2.5e-4
-"""Seconds between two deliveries for each answer that runs: threads share an interpreter, and delivering takes a part
-of this. First tokens and ends do not wait."""
+_PAUSE_S = 4e-4
+"""Seconds between two deliveries for each stream: threads share an interpreter, and delivering takes a part of this.
+First tokens and ends do not wait."""
 
 
 class ServeEngine(Source):
@@ -119,7 +119,8 @@ class ServeEngine(Source):
         now, answers = time.perf_counter(), [*self.running.values()]
         if now < self._due and all(each.num_told and each.request.finish_reason is None for each in answers):
             return
-        self._due, news = now + _PAUSE_S * len(answers), list[tuple[Answer, list[int], FinishReason | None]]()
+        self._due = now + (_PAUSE_S * sum(answer.call.is_streamed for answer in answers) or _LINGER_S)
+        news = list[tuple[Answer, list[int], FinishReason | None]]()
         for answer in answers:
             tokens, reason = answer.request.token_ids[answer.num_told :], answer.request.finish_reason
             answer.num_told += len(tokens)

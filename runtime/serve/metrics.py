@@ -20,7 +20,7 @@ _COUNTERS = {
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "Seconds from a call to an answer's first token.",
-    "inter_token_latency_seconds": "Seconds between two deliveries of an answer's tokens.",
+    "inter_token_latency_seconds": "Seconds of an answer's next token, in the mean of a delivery.",
     "e2e_request_latency_seconds": "Seconds of an answer.",
 }
 
@@ -47,8 +47,10 @@ class Metrics:
         request, began = answer.request, answer.call.began
         if num_new:
             self._counters["generation_tokens"].inc(num_new)
-            key, since = ("inter_token_latency", answer.told_at) if answer.token_ids else ("time_to_first_token", began)
-            self._seconds[f"{key}_seconds"].observe(now - since)
+            if answer.token_ids:
+                self._seconds["inter_token_latency_seconds"].observe((now - answer.told_at) / num_new)
+            else:
+                self._seconds["time_to_first_token_seconds"].observe(now - began)
         if reason is None:
             return
         self._count_end(reason)

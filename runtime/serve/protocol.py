@@ -156,8 +156,9 @@ def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
         raise misfit("role of one of the messages", "a text", message.get("role"))
     message["role"] = "system" if message["role"] == "developer" else message["role"]
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
             message["content"] = "\n".join(texts)
     if not (isinstance(message.get("content"), str) or (content is None and calls)):
         raise misfit("content of one of the messages", "text, or parts of type text", content)
