@@ -18,10 +18,9 @@ import orjson
 import torch
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from .calls import Call
 from .engine import ServeEngine
 from .metrics import Metrics
-from .protocol import RefusedError, read_call, refusal_of
+from .protocol import Call, RefusedError, read_call, refusal_of
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
@@ -62,16 +61,13 @@ class Service:
     def _load_named(self) -> SpeculativeModel:
         """Load the model in the engine's thread, and derive what it is called."""
         model, engine = self._load(), self.engine
-        config, opened = model.config, model.opened
+        opened, rows = model.opened, model.target.exactness
         named = None if opened is None else opened.target_name
-        target = str(named or getattr(config, "_name_or_path", "") or config.model_type)
-        head = "loaded" if opened is None else "built-in" if opened.is_embedded else opened.head.location
+        self.names = self.names or [str(named or getattr(model.config, "_name_or_path", "") or model.config.model_type)]
         weights = hashlib.sha256(model.target.embedding[:256].detach().float().cpu().numpy().tobytes()).hexdigest()[:8]
         versions = f"eagle-slim {version('eagle-slim')}, torch {torch.__version__}"
-        rows = model.target.exactness
-        path = f"{target} {weights} {model.dtype}; head {head}, {model.draft_vocab} ids; {rows or 'rows are not exact'}"
-        self._shared = {"system_fingerprint": f"{path}; {versions}", "exactness": rows}
-        self.names = self.names or [target]
+        about = f"{self.names[0]}, weights {weights}: {model}; {rows or 'rows are not exact'}; {versions}"
+        self._shared = {"system_fingerprint": about, "exactness": rows}
         engine.metrics = Metrics(
             self._registry, self.names[0], lambda: len(engine.running), lambda: len(engine.waiting)
         )

@@ -18,8 +18,7 @@ import torch
 
 from ..api.request import FinishReason, Request
 from ..step.plan import CallRules, Plan, Source
-from .calls import Answer, Call
-from .protocol import RefusedError
+from .protocol import Answer, Call, RefusedError
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .calls import Answer
+from .protocol import Answer
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _GAUGES = {"num_requests_running": "Answers that are running.", "num_requests_waiting": "Answers that are waiting."}

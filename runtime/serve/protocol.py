@@ -1,12 +1,15 @@
-"""OpenAI's protocol: what a client asks in `generate`'s words, and refusals in OpenAI's form.
+"""OpenAI's protocol: calls as clients ask them, in `generate`'s words, their answers as they grow, and refusals.
 
 A field that is not served is refused by name unless it leaves the text as it is. Null counts as not given.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +18,9 @@ from eagle_slim.vocab_tools.errors import EagleSlimError
 
 from ..api.options import read_count, read_flag
 from ..api.prompts import encode_conversation
+from ..api.request import FinishReason, Request
 from ..errors import PromptError, UsageError, brief, misfit
-from .calls import Answer, Call
+from ..step.plan import CallRules
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
@@ -42,6 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Values that ask for nothing, of fields that are refused otherwise."""
+_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
 class RefusedError(EagleSlimError):
@@ -74,6 +79,142 @@ def refusal_of(error: BaseException) -> RefusedError:
     return RefusedError(text if is_told else f"{type(error).__name__} in the server", status)
 
 
+@dataclass(eq=False)
+class Answer:
+    """One answer of a call: its request, and what the event loop has been told of it."""
+
+    request: Request
+    rules: CallRules
+    call: Call = field(init=False)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    told_at: float = 0.0
+    num_told: int = 0
+    """Tokens that the engine's thread has sent."""
+    num_written: int = 0
+    """Tokens that a stream has been sent."""
+    has_end: bool = False
+    """Whether it has the last of them."""
+    _num_letters: int = 0
+    _held: str = ""
+    _first: int = 0
+    _last: int = 0
+    """Beginning and end of the tokens whose text comes before the next."""
+
+    def new_text(self) -> str:
+        """Return the text beyond what this gave before, as far as no later token or stop string changes it."""
+        request, ids = self.request, self.token_ids
+        if self.finish_reason is not None or request.decode is None:
+            return (request.text() or "")[self._num_letters :]
+        before, now = request.decode(ids[self._first : self._last]), request.decode(ids[self._first :])
+        # Half a letter.
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return ""
+        self._first, self._last = self._last, len(ids)
+        text = self._held + now[len(before) :]
+        beginnings = (size for stop in request.stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        kept = len(text) - max(beginnings, default=0)
+        self._held, self._num_letters = text[kept:], self._num_letters + kept
+        return text[:kept]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call as a client asks it; ``kind``: "chat" or "text"."""
+
+    kind: str
+    model: str
+    answers: list[Answer]
+    """``count`` answers to the first prompt, then those to the next."""
+    count: int
+    seed: int | None
+    is_streamed: bool
+    """Whether news wake it, or its end alone."""
+    with_usage: bool
+    with_ids: bool
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model that all answers have."""
+    began: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    watcher: asyncio.Task[None] | None = None
+    """Ends it where the client hangs up."""
+
+    def __post_init__(self) -> None:
+        for answer in self.answers:
+            answer.call = self
+        kind = "chatcmpl" if self.kind == "chat" else "cmpl"
+        self.shared |= {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.model}
+        if self.seed is not None:
+            self.shared["seed"] = self.seed
+        self._prompt = {}
+        if self.with_ids and len(self.answers) == self.count:
+            self._prompt = {"prompt_token_ids": self.answers[0].request.prompt_ids}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def usage(self) -> dict[str, Any]:
+        """Count tokens as OpenAI does: the prompt of several answers once."""
+        requests = [answer.request for answer in self.answers]
+        firsts = requests[:: self.count]
+        prompt, new = sum(len(each.prompt_ids) for each in firsts), sum(len(each.token_ids) for each in requests)
+        accepted = sum(request.num_accepted for request in requests)
+        drafted = sum(request.num_drafted for request in requests)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_reused for request in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def describe(self, seconds: float) -> str:
+        """Return a line for the log, without its text."""
+        usage, reasons = self.usage(), {answer.finish_reason or "" for answer in self.answers}
+        first = f"first token after {self.first_token_s:.3f} s, " if self.first_token_s is not None else ""
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        tokens = f"{usage['prompt_tokens']} prompt tokens ({cached} reused), {usage['completion_tokens']} new"
+        return f"{self.shared['id']}: {tokens}; {first}{seconds:.2f} s; ended by {', '.join(sorted(reasons))}"
+
+    def whole(self) -> bytes:
+        """Write the whole answer; all must have ended."""
+        choices = [
+            self._choice(index, answer, answer.token_ids, "message") for index, answer in enumerate(self.answers)
+        ]
+        kind = "chat.completion" if self.kind == "chat" else "text_completion"
+        answer = {"object": kind, **self.shared, **self._prompt, "choices": choices, "usage": self.usage()}
+        return orjson.dumps(answer)
+
+    def news(self) -> bytes:
+        """Write server-sent events of what came since the last call, the last with what these bring."""
+        chunks = list[dict[str, Any]]()
+        for index, answer in enumerate(self.answers):
+            ids, is_done = answer.token_ids[answer.num_written :], answer.finish_reason is not None
+            if ids or is_done > answer.has_end:
+                choice = self._choice(index, answer, ids, "delta")
+                chunks.append({"choices": [choice], **self._prompt, **({"usage": None} if self.with_usage else {})})
+                self._prompt = {}
+                answer.num_written, answer.has_end = len(answer.token_ids), is_done
+        if self.is_done and self.with_usage:
+            chunks.append({"choices": [], "usage": self.usage()})
+        kind = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+        return b"".join(b"data: %b\n\n" % orjson.dumps({"object": kind, **self.shared, **each}) for each in chunks)
+
+    def _choice(self, index: int, answer: Answer, ids: Sequence[int], name: str) -> dict[str, Any]:
+        text, reason = answer.new_text(), _REASONS[answer.finish_reason]
+        message = {"content": text} if answer.num_written else {"role": "assistant", "content": text}
+        said: Mapping[str, Any] = {name: message} if self.kind == "chat" else {"text": text}
+        more = {"token_ids": ids} if self.with_ids else {}
+        return {"index": index, "finish_reason": reason, "logprobs": None, **said, **more}
+
+
 def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[str], most: int) -> Call:
     """Read a client's call of a model that is served by ``names``; ``most``: answers that a call may ask for.
 
@@ -91,7 +232,10 @@ def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[s
     # No more than the context has room for.
     options["max_new_tokens"] = model.max_model_len if length is None else read_count("max_tokens", length, 1)
     count = read_count("n", fields.get("n", 1), 1)
-    prompts = [_encode_chat(model, fields)] if kind == "chat" else _read_prompts(fields.get("prompt"))
+    given = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
+    if not isinstance(given, (str, list)) or given == []:
+        raise misfit("prompt", "a text, a list of token ids, or a list of either", given)
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(prompts) * count > most:
         raise misfit("n", f"such that a call has at most {most} answers", count)
     seed = None
@@ -113,26 +257,17 @@ def _read_fields(kind: str, body: bytes, names: Sequence[str]) -> dict[str, Any]
         raise RefusedError(f"The body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise misfit("The body", "a JSON object", given)
-    fields = {field: value for field, value in given.items() if value is not None}
-    if (name := fields.get("model", names[0])) not in names:
-        raise RefusedError(f"There is no model {brief(name)} but {names[0]!r}.", 404, "model_not_found", "model")
-    for field, value in fields.items():
-        is_known = field in _SERVED | _OF_KIND[kind] | _WITHOUT_EFFECT
-        if field in _NEUTRAL:
+    fields = {name: value for name, value in given.items() if value is not None}
+    if (model := fields.get("model", names[0])) not in names:
+        raise RefusedError(f"There is no model {brief(model)} but {names[0]!r}.", 404, "model_not_found", "model")
+    for name, value in fields.items():
+        is_known = name in _SERVED | _OF_KIND[kind] | _WITHOUT_EFFECT
+        if name in _NEUTRAL:
             # False is not 0.
-            is_known = any(value == each and type(value) in (type(each), float) for each in _NEUTRAL[field])
+            is_known = any(value == each and type(value) in (type(each), float) for each in _NEUTRAL[name])
         if not is_known:
-            raise RefusedError(f"{field} = {brief(value)} is not served.", code="unsupported_parameter", param=field)
+            raise RefusedError(f"{name} = {brief(value)} is not served.", code="unsupported_parameter", param=name)
     return fields
-
-
-def _read_prompts(given: Any) -> list[Any]:
-    """Return the prompts of a completion: texts, or lists of token ids."""
-    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
-        return [given]
-    if not isinstance(given, list) or not given or not all(isinstance(each, (str, list)) for each in given):
-        raise misfit("prompt", "a text, a list of token ids, or a list of either", given)
-    return given
 
 
 def _encode_chat(model: SpeculativeModel, fields: Mapping[str, Any]) -> list[int]:

@@ -85,10 +85,6 @@ def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, se
     assert text == expected.text[0]
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
     usage, stats = chunks[-1].usage, expected.stats
-    assert usage is not None
-    assert whole.usage is not None
-    assert usage.completion_tokens_details is not None
-    assert usage.prompt_tokens_details is not None
     assert usage.completion_tokens == stats.num_new_tokens == whole.usage.completion_tokens
     assert usage.completion_tokens_details.accepted_prediction_tokens == stats.num_accepted_tokens - stats.num_passes
     assert usage.prompt_tokens == len(expected.results[0].prompt_ids)
@@ -182,7 +178,7 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
     cached = []
     for key in (KEYS[0], KEYS[0], KEYS[1]):
         answer = served.client(key).completions.create(model="tiny", prompt=prompt, max_tokens=2, temperature=0)
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert cached == [0, len(prompt) - 1, 0]
     metrics = call(f"{url}/metrics", key="")[2]
     assert 'vllm:prefix_cache_hits_total{model_name="tiny"}' in metrics

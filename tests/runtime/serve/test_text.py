@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from eagle_slim.runtime.api.request import Request
-from eagle_slim.runtime.serve.calls import Answer
+from eagle_slim.runtime.serve.protocol import Answer
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.plan import CallRules
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe
