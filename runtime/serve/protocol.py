@@ -162,17 +162,14 @@ class Call:
         requests = [answer.request for answer in self.answers]
         firsts = requests[:: self.count]
         prompt, new = sum(len(each.prompt_ids) for each in firsts), sum(len(each.token_ids) for each in requests)
-        accepted = sum(request.num_accepted for request in requests)
-        drafted = sum(request.num_drafted for request in requests)
+        accepted, drafted = sum(each.num_accepted for each in requests), sum(each.num_drafted for each in requests)
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": sum(request.num_reused for request in firsts)},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
+            "completion_tokens_details": details,
         }
 
     def describe(self, seconds: float) -> str:
@@ -185,12 +182,9 @@ class Call:
 
     def whole(self) -> bytes:
         """Write the whole answer; all must have ended."""
-        choices = [
-            self._choice(index, answer, answer.token_ids, "message") for index, answer in enumerate(self.answers)
-        ]
+        choices = [self._choice(index, each, each.token_ids, "message") for index, each in enumerate(self.answers)]
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
-        answer = {"object": kind, **self.shared, **self._prompt, "choices": choices, "usage": self.usage()}
-        return orjson.dumps(answer)
+        return orjson.dumps({"object": kind, **self.shared, **self._prompt, "choices": choices, "usage": self.usage()})
 
     def news(self) -> bytes:
         """Write server-sent events of what came since the last call, the last with what these bring."""
@@ -235,7 +229,7 @@ def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[s
     given = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
     if not isinstance(given, (str, list)) or given == []:
         raise misfit("prompt", "a text, a list of token ids, or a list of either", given)
-    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(prompts) * count > most:
         raise misfit("n", f"such that a call has at most {most} answers", count)
     seed = None

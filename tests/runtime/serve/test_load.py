@@ -131,7 +131,6 @@ def test_many_calls_leave_nothing_behind(served: Served) -> None:
 
     # Pools and caches grow in the first calls.
     _, before, after = talk_of(2000), talk_of(9000), talk_of(9000)
-    print(_, before, after)
     assert after["threads"] <= before["threads"]
     assert after["files"] <= before["files"] + 4
     assert after["objects"] < before["objects"] + 5000

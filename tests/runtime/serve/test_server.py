@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -60,12 +61,17 @@ def call(url: str, body: Any = None, key: str = KEYS[0], **headers: str) -> tupl
         return error.code, error.headers, error.read().decode()
 
 
-def noting(run: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    def noted(*arguments: Any) -> Any:
-        note()
-        return run(*arguments)
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Chunks and steps that run, in order."""
+    ran: list[str] = []
 
-    return noted
+    def noting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (ran.append(name), run(*arguments))[1]
+
+    for owner, name in ((prefill.Prefill, "run_chunk"), (decoder.Decoder, "step")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    return ran
 
 
 def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, served: Served) -> None:
@@ -96,23 +102,19 @@ def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, se
     assert alone.choices[0].text != alone.choices[1].text
 
 
-def test_messages_are_read_as_templates_take_them(model: SpeculativeModel, served: Served) -> None:
-    template = model.tokenizer.chat_template
-    model.tokenizer.chat_template = "{{ messages | tojson }}{{ tools | tojson }}{{ thinking }}"
-    try:
-        messages = [
-            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
-            },
-        ]
-        body = {"messages": messages, "tools": [{"type": "function"}], "max_tokens": 1, "return_token_ids": True}
-        body["chat_template_kwargs"] = {"thinking": True}
-        answer = json.loads(call(f"{served.url}/v1/chat/completions", body)[2])
-    finally:
-        model.tokenizer.chat_template = template
+def test_messages_are_read_as_templates_take_them(
+    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ messages | tojson }}{{ tools | tojson }}{{ thinking }}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    tool_call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [tool_call]},
+    ]
+    body = {"messages": messages, "tools": [{"type": "function"}], "max_tokens": 1, "return_token_ids": True}
+    body["chat_template_kwargs"] = {"thinking": True}
+    answer = json.loads(call(f"{served.url}/v1/chat/completions", body)[2])
     read, _ = json.JSONDecoder().raw_decode(text := model.tokenizer.decode(answer["prompt_token_ids"]))
     assert read[0] == {"role": "system", "content": "a\nb"}
     assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
@@ -187,8 +189,8 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
     assert "key of" not in metrics
 
 
-def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: Served) -> None:
-    """Two run and two wait, as long as the model is held."""
+def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: Served, ran: list[str]) -> None:
+    """Two run and two wait, as long as the model is held; the short prompts of the first two enter together."""
     client, threads = served.client(KEYS[0]), []
     wait_for(lambda: served.is_idle)
     with model.target.hold():
@@ -204,19 +206,16 @@ def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: 
     for thread in threads:
         thread.join()
     wait_for(lambda: served.is_idle)
+    assert ran[:3] == ["run_chunk", "run_chunk", "step"]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_hangs_up_frees_its_slot(
-    is_streamed: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+    is_streamed: bool, served: Served, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps: list[None] = []
-
-    def count() -> None:
-        steps.append(None)
-        threading.Event().wait(0 if is_streamed else 0.1)
-
-    monkeypatch.setattr(decoder.Decoder, "step", noting(decoder.Decoder.step, count))
+    if not is_streamed:
+        step = decoder.Decoder.step
+        monkeypatch.setattr(decoder.Decoder, "step", lambda *given: (time.sleep(0.1), step(*given))[1])
     client = served.client(KEYS[0], timeout=300 if is_streamed else 1.0)
     if is_streamed:
         stream = client.completions.create(model="tiny", prompt="ab", stream=True, **LONG)
@@ -226,7 +225,7 @@ def test_a_client_that_hangs_up_frees_its_slot(
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(model="tiny", prompt="ab", **LONG)
     wait_for(lambda: served.is_idle)
-    assert len(steps) < 60
+    assert ran.count("step") < 60
 
 
 def test_a_fault_of_one_answer_is_its_own(
@@ -254,14 +253,9 @@ def test_a_fault_of_one_answer_is_its_own(
     assert found == alone
 
 
-def test_no_answer_waits_longer_than_a_chunk(
-    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_waits_longer_than_a_chunk(served: Served, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt comes while an answer runs."""
     monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 4)
-    ran: list[str] = []
-    for owner, name in ((prefill.Prefill, "run_chunk"), (decoder.Decoder, "step")):
-        monkeypatch.setattr(owner, name, noting(getattr(owner, name), lambda name=name: ran.append(name)))
     client = served.client(KEYS[0])
     stream = iter(client.completions.create(model="tiny", prompt=[3], stream=True, **LONG))
     next(stream)
