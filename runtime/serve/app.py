@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.errors import EagleSlimError
 
 from .engine import ServeEngine
 from .metrics import Metrics
-from .protocol import Call, RefusedError, read_call, refusal_of
+from .protocol import RefusedError, ServedCall, read_call, refusal_of
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
@@ -154,14 +154,14 @@ class Service:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         return StreamingResponse(_events(call), headers=headers)
 
-    async def _watch(self, request: Any, call: Call) -> None:
+    async def _watch(self, request: Any, call: ServedCall) -> None:
         """Cancel a call whose client hangs up."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.engine.cancel(call)
 
 
-async def _wait(call: Call) -> None:
+async def _wait(call: ServedCall) -> None:
     """Wait for news of a call. Raises `RefusedError` where an answer ended before it was whole."""
     await call.changed.wait()
     call.changed.clear()
@@ -172,7 +172,7 @@ async def _wait(call: Call) -> None:
         raise RefusedError("The server ends.", 503)
 
 
-async def _events(call: Call) -> AsyncIterator[bytes]:
+async def _events(call: ServedCall) -> AsyncIterator[bytes]:
     """Yield server-sent events until all answers have ended."""
     is_done = False
     try:

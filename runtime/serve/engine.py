@@ -18,7 +18,7 @@ import torch
 
 from ..api.request import FinishReason, Request
 from ..step.plan import CallRules, Plan, Source
-from .protocol import Answer, Call, RefusedError
+from .protocol import RefusedError, ServedAnswer, ServedCall
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
@@ -56,8 +56,8 @@ class ServeEngine(Source):
         """None until it can answer."""
         self.plan: Plan | None = None
         self.failure: BaseException | None = None
-        self.waiting: deque[Answer] = deque()
-        self.running: dict[Request, Answer] = {}
+        self.waiting: deque[ServedAnswer] = deque()
+        self.running: dict[Request, ServedAnswer] = {}
         """Taken by the model; the engine's thread changes it."""
         self._numbers, self._due = count(), 0.0
         self._seconds = 1.0
@@ -79,7 +79,7 @@ class ServeEngine(Source):
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: ServedCall) -> None:
         """Queue the answers of a call. Raises `RefusedError` where too many wait."""
         with self._changed:
             num_waiting = len(self.waiting)
@@ -93,7 +93,7 @@ class ServeEngine(Source):
             self.waiting.extend(call.answers)
             self._changed.notify()
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: ServedCall) -> None:
         """End what has not ended of a call: at once what waits, what runs before the model's next step."""
         with self._changed:
             for answer in call.answers:
@@ -119,7 +119,7 @@ class ServeEngine(Source):
         if now < self._due and all(each.num_told and each.request.finish_reason is None for each in answers):
             return
         self._due = now + (_PAUSE_S * sum(answer.call.is_streamed for answer in answers) or _LINGER_S)
-        news = list[tuple[Answer, list[int], FinishReason | None]]()
+        news = list[tuple[ServedAnswer, list[int], FinishReason | None]]()
         for answer in answers:
             tokens, reason = answer.request.token_ids[answer.num_told :], answer.request.finish_reason
             answer.num_told += len(tokens)
@@ -134,7 +134,7 @@ class ServeEngine(Source):
         """See `Source`."""
         self.running[request].error = error
 
-    def _tell(self, news: Iterable[tuple[Answer, list[int], FinishReason | None]]) -> None:
+    def _tell(self, news: Iterable[tuple[ServedAnswer, list[int], FinishReason | None]]) -> None:
         now = time.perf_counter()
         for answer, tokens, reason in news:
             call, since = answer.call, now - answer.call.began

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .protocol import Answer
+from .protocol import ServedAnswer
 
 _GAUGES = ("num_requests_running", "num_requests_waiting")
 _OF_DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
@@ -32,7 +32,7 @@ class Metrics:
         ended = Counter("vllm:request_success", "As in vLLM.", labels, registry=registry)
         self._count_end: Callable[[str], None] = lambda reason: ended.labels(name, reason).inc()
 
-    def see(self, answer: Answer, num_new: int, reason: str | None, now: float) -> None:
+    def see(self, answer: ServedAnswer, num_new: int, reason: str | None, now: float) -> None:
         """Take new tokens of an answer, and why it ended if it did, before it is told of them."""
         request, began = answer.request, answer.call.began
         if num_new:

@@ -80,12 +80,12 @@ def refusal_of(error: BaseException) -> RefusedError:
 
 
 @dataclass(eq=False)
-class Answer:
+class ServedAnswer:
     """One answer of a call: its request, and what the event loop has been told of it."""
 
     request: Request
     rules: CallRules
-    call: Call = field(init=False)
+    call: ServedCall = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -120,12 +120,12 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Call:
+class ServedCall:
     """A call as a client asks it; ``kind``: "chat" or "text"."""
 
     kind: str
     model: str
-    answers: list[Answer]
+    answers: list[ServedAnswer]
     """``count`` answers to the first prompt, then those to the next."""
     count: int
     seed: int | None
@@ -201,7 +201,7 @@ class Call:
         kind = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
         return b"".join(b"data: %b\n\n" % orjson.dumps({"object": kind, **self.shared, **each}) for each in chunks)
 
-    def _choice(self, index: int, answer: Answer, ids: Sequence[int], name: str) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ServedAnswer, ids: Sequence[int], name: str) -> dict[str, Any]:
         text, reason = answer.new_text(), _REASONS[answer.finish_reason]
         message = {"content": text} if answer.num_written else {"role": "assistant", "content": text}
         said: Mapping[str, Any] = {name: message} if self.kind == "chat" else {"text": text}
@@ -209,10 +209,10 @@ class Call:
         return {"index": index, "finish_reason": reason, "logprobs": None, **said, **more}
 
 
-def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[str], most: int) -> Call:
+def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[str], most: int) -> ServedCall:
     """Read a client's call of a model that is served by ``names``; ``most``: answers that a call may ask for.
 
-    ``kind``: as in `Call`. Raises `RefusedError`, and what `SpeculativeModel.read_requests` raises.
+    ``kind``: as in `ServedCall`. Raises `RefusedError`, and what `SpeculativeModel.read_requests` raises.
     """
     fields = _read_fields(kind, body, names)
     stream, with_ids = (read_flag(each, fields.get(each, False)) for each in ("stream", "return_token_ids"))
@@ -239,8 +239,8 @@ def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[s
     else:
         seed = fields.get("seed", secrets.randbelow(2**63))
         options |= {"seed": [seed] * len(prompts), "num_return_sequences": count}
-    answers = [Answer(*each) for each in model.read_requests(prompts, options)]
-    return Call(kind, fields.get("model", names[0]), answers, count, seed, stream, with_usage, with_ids)
+    answers = [ServedAnswer(*each) for each in model.read_requests(prompts, options)]
+    return ServedCall(kind, fields.get("model", names[0]), answers, count, seed, stream, with_usage, with_ids)
 
 
 def _read_fields(kind: str, body: bytes, names: Sequence[str]) -> dict[str, Any]:

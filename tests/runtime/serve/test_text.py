@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from eagle_slim.runtime.api.request import Request
-from eagle_slim.runtime.serve.protocol import Answer
+from eagle_slim.runtime.serve.protocol import ServedAnswer
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.plan import CallRules
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe
@@ -33,7 +33,7 @@ def test_parts_are_the_whole_text(kind: str) -> None:
             stop=stop,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         )
-        answer, sent = Answer(request, CallRules(ChoiceRules(), torch.tensor([]))), ""
+        answer, sent = ServedAnswer(request, CallRules(ChoiceRules(), torch.tensor([]))), ""
         while answer.finish_reason is None:
             before = len(request.token_ids)
             request.emit(ids[before : before + draw.randrange(1, 4)])
