@@ -162,14 +162,10 @@ class Service:
 
 
 async def _wait(call: ServedCall) -> None:
-    """Wait for news of a call. Raises `RefusedError` where an answer ended before it was whole."""
+    """Wait for news of a call. Raises `RefusedError` as `ServedCall.check`."""
     await call.changed.wait()
     call.changed.clear()
-    ended = {answer.finish_reason: answer.error for answer in call.answers}
-    if error := ended.get("fault"):
-        raise refusal_of(error)
-    if "cancelled" in ended:
-        raise RefusedError("The server ends.", 503)
+    call.check()
 
 
 async def _events(call: ServedCall) -> AsyncIterator[bytes]:
@@ -177,6 +173,8 @@ async def _events(call: ServedCall) -> AsyncIterator[bytes]:
     is_done = False
     try:
         while not is_done:
+            # It may have been cancelled while the last events were sent.
+            call.check()
             is_done = call.is_done
             if data := call.news():
                 yield data

@@ -157,6 +157,14 @@ class ServedCall:
         """Whether all answers have ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
+    def check(self) -> None:
+        """Raise `RefusedError` if an answer has ended before it was whole."""
+        ended = {answer.finish_reason: answer.error for answer in self.answers}
+        if error := ended.get("fault"):
+            raise refusal_of(error)
+        if "cancelled" in ended:
+            raise RefusedError("The server ends.", 503)
+
     def usage(self) -> dict[str, Any]:
         """Count tokens as OpenAI does: the prompt of several answers once."""
         requests = [answer.request for answer in self.answers]

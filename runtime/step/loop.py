@@ -152,7 +152,7 @@ class GenerationLoop:
         return nullcontext() if self.timer is None else self.timer.phase(name)
 
     def _fill_slots(self) -> None:
-        """Run prompts into free slots; of a service's one chunk, or few short prompts, if an answer runs and waits."""
+        """Run prompts into free slots; while a service's answers wait, one chunk of a long one, or a few short ones."""
         for number in count(1):
             self._drop_cancelled()
             if not self.entering:

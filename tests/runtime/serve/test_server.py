@@ -231,11 +231,11 @@ def test_a_client_that_hangs_up_frees_its_slot(
 def test_a_fault_of_one_answer_is_its_own(
     model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop decodes text for stop strings alone."""
+    """The loop decodes text for stop strings alone; the third fault comes when a stream has begun."""
     decode = model.tokenizer.decode
 
     def refuse(ids: list[int], **options: Any) -> str:
-        if threading.current_thread().name == "engine":
+        if threading.current_thread().name == "engine" and len(ids) >= least:
             raise ValueError("a strange tokenizer")
         return decode(ids, **options)
 
@@ -246,9 +246,9 @@ def test_a_fault_of_one_answer_is_its_own(
     client = served.client(KEYS[1])
     thread = threading.Thread(target=lambda: found.extend(other.ask(client, is_streamed=True)))
     thread.start()
-    for is_streamed in (False, True):
-        with pytest.raises(openai.InternalServerError, match="ValueError"):
-            client.completions.create(model="tiny", prompt="ab", stop="x", stream=is_streamed)
+    for is_streamed, least in ((False, 1), (True, 1), (True, 4)):
+        with pytest.raises(openai.InternalServerError if least == 1 else openai.APIError, match="ValueError"):
+            [*client.completions.create(model="tiny", prompt="ab", stop="\x00", stream=is_streamed, **LONG)]
     thread.join()
     assert found == alone
 
