@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("eagle_slim.serve")
 _MAX_BODY_BYTES = 64 << 20
+_LONG_BODY_BYTES = 8192
+"""From where on reading a call takes long enough to have a thread of its own."""
 
 
 class Service:
@@ -55,7 +57,6 @@ class Service:
         self._load, self.names, self._keys, self._origins, self._grace_s = load, names, api_keys, origins, grace_s
         self._registry = CollectorRegistry()
         self.engine = ServeEngine(self._load_named, ready, ended, slots, max_waiting)
-        # Tokenizers and templates take long for long prompts.
         self._reader = ThreadPoolExecutor(1, "reader")
 
     def _load_named(self) -> SpeculativeModel:
@@ -141,7 +142,8 @@ class Service:
                 raise RefusedError(f"The body is longer than {_MAX_BODY_BYTES} bytes.", 413)
         most = self.engine.num_slots + self.engine.max_waiting
         read = partial(read_call, kind, bytes(body), model, self.names, most)
-        call = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+        is_long = len(body) >= _LONG_BODY_BYTES
+        call = await asyncio.get_running_loop().run_in_executor(self._reader, read) if is_long else read()
         call.began = began
         call.shared |= self._shared
         for answer in call.answers:
