@@ -8,7 +8,6 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("eagle_slim.serve")
 _MAX_BODY_BYTES = 64 << 20
 _LONG_BODY_BYTES = 8192
-"""From where on reading a call takes long enough to have a thread of its own."""
+"""From where on a call is read in another thread: HTTP would wait."""
 
 
 class Service:
@@ -57,11 +56,10 @@ class Service:
         self._load, self.names, self._keys, self._origins, self._grace_s = load, names, api_keys, origins, grace_s
         self._registry = CollectorRegistry()
         self.engine = ServeEngine(self._load_named, ready, ended, slots, max_waiting)
-        self._reader = ThreadPoolExecutor(1, "reader")
 
     def _load_named(self) -> SpeculativeModel:
         """Load the model in the engine's thread, and derive what it is called."""
-        model, engine = self._load(), self.engine
+        model = self._load()
         opened, rows = model.opened, model.target.exactness
         named = None if opened is None else opened.target_name
         self.names = self.names or [str(named or getattr(model.config, "_name_or_path", "") or model.config.model_type)]
@@ -69,9 +67,7 @@ class Service:
         versions = f"eagle-slim {version('eagle-slim')}, torch {torch.__version__}"
         about = f"{self.names[0]}, weights {weights}: {model}; {rows or 'rows are not exact'}; {versions}"
         self._shared = {"system_fingerprint": about, "exactness": rows}
-        engine.metrics = Metrics(
-            self._registry, self.names[0], lambda: len(engine.running), lambda: len(engine.waiting)
-        )
+        self.engine.metrics = Metrics(self._registry, self.names[0], self.engine)
         return model
 
     def app(self) -> Any:
@@ -105,7 +101,6 @@ class Service:
         self.engine.start(asyncio.get_running_loop())
         yield
         await asyncio.to_thread(self.engine.close, self._grace_s)
-        self._reader.shutdown(wait=False)
 
     def _open_model(self) -> SpeculativeModel:
         if self.engine.model is None:
@@ -142,8 +137,7 @@ class Service:
                 raise RefusedError(f"The body is longer than {_MAX_BODY_BYTES} bytes.", 413)
         most = self.engine.num_slots + self.engine.max_waiting
         read = partial(read_call, kind, bytes(body), model, self.names, most)
-        is_long = len(body) >= _LONG_BODY_BYTES
-        call = await asyncio.get_running_loop().run_in_executor(self._reader, read) if is_long else read()
+        call = read() if len(body) < _LONG_BODY_BYTES else await asyncio.to_thread(read)
         call.began = began
         call.shared |= self._shared
         for answer in call.answers:
