@@ -83,9 +83,8 @@ class Server:
         from eagle_slim.runtime.serve.app import Service
 
         self.service = Service(lambda: model, slots=slots)
-        config = uvicorn.Config(
-            self.service.app(), port=0, log_level="warning", access_log=False, timeout_graceful_shutdown=5
-        )
+        options: dict[str, Any] = {"log_level": "warning", "access_log": False, "proxy_headers": False}
+        config = uvicorn.Config(self.service.app(), port=0, timeout_graceful_shutdown=5, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()

@@ -15,21 +15,21 @@ def run_client(port: int, queue: int) -> None:
 
     ``queue``: its end to read from; a number has four letters. Says that it is ready before the first.
     """
-    calls, done = json.load(sys.stdin), {}
+    calls, done = [(json.dumps(body), bool(body.get("stream"))) for body in json.load(sys.stdin)], {}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.connect()
     print("ready", flush=True)
     while number := os.read(queue, 4):
-        done[int(number)] = _ask(connection, calls[int(number)])
+        done[int(number)] = _ask(connection, *calls[int(number)])
     print(json.dumps(done))
 
 
-def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> dict[str, Any]:
-    data, times, tokens = json.dumps(body), list[float](), list[int]()
+def _ask(connection: http.client.HTTPConnection, data: str, is_streamed: bool) -> dict[str, Any]:
+    times, tokens = list[float](), list[int]()
     sent = time.time()
     connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
     response = connection.getresponse()
-    if not body.get("stream"):
+    if not is_streamed:
         answer = json.load(response)
         return {"sent": sent, "times": [time.time()], "tokens": answer["choices"][0]["token_ids"]}
     for line in response:

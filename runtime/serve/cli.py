@@ -71,7 +71,9 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
     grace_s = max(1, round(serving["grace_s"]))
-    config = uvicorn.Config(app, host, port, log_level="warning", access_log=False, timeout_graceful_shutdown=grace_s)
+    config = uvicorn.Config(
+        app, host, port, log_level="warning", access_log=False, proxy_headers=False, timeout_graceful_shutdown=grace_s
+    )
     bound, server = config.bind_socket(), uvicorn.Server(config)
     sys.setswitchinterval(_SWITCH_S)
     # Raised once more when the server has ended by it.

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from .metrics import Metrics
 
 _LOG = logging.getLogger("eagle_slim.serve")
-_LINGER_S = 0.02
+_LINGER_S = 0.05
 """Seconds in which the next call finds the generation loop as the last one left it."""
 _PAUSE_S = 4e-4
-"""Seconds between two deliveries for each stream: threads share an interpreter, and delivering takes a part of this.
-First tokens and ends do not wait."""
+"""Seconds between two deliveries of a stream, for each stream that runs: threads share an interpreter, and a delivery
+takes a part of this. First tokens and ends do not wait."""
 
 
 class ServeEngine(Source):
@@ -59,7 +59,7 @@ class ServeEngine(Source):
         self.waiting: deque[ServedAnswer] = deque()
         self.running: dict[Request, ServedAnswer] = {}
         """Taken by the model; the engine's thread changes it."""
-        self._numbers, self._due = count(), 0.0
+        self._numbers = count()
         self._seconds = 1.0
         """Of an answer, in the mean of the last ones."""
         self._changed, self._is_closed = threading.Condition(), False
@@ -116,17 +116,17 @@ class ServeEngine(Source):
     def publish(self) -> None:
         """See `Source`: tell the event loop of new tokens and ends."""
         now, answers = time.perf_counter(), [*self.running.values()]
-        if now < self._due and all(each.num_told and each.request.finish_reason is None for each in answers):
-            return
-        self._due = now + (_PAUSE_S * sum(answer.call.is_streamed for answer in answers) or _LINGER_S)
+        pause_s = _PAUSE_S * sum(answer.call.is_streamed for answer in answers)
         news = list[tuple[ServedAnswer, list[int], FinishReason | None]]()
         for answer in answers:
             tokens, reason = answer.request.token_ids[answer.num_told :], answer.request.finish_reason
-            answer.num_told += len(tokens)
-            if tokens or reason is not None:
-                news.append((answer, tokens, reason))
             if reason is not None:
                 del self.running[answer.request]
+            elif not tokens or (answer.num_told and now < answer.due):
+                continue
+            answer.num_told += len(tokens)
+            answer.due = now + (pause_s if answer.call.is_streamed else _LINGER_S)
+            news.append((answer, tokens, reason))
         if news:
             self._events.call_soon_threadsafe(self._tell, news)
 
@@ -149,7 +149,7 @@ class ServeEngine(Source):
                 self.cancel(call)
             is_done = reason is not None and call.is_done
             if is_done:
-                _LOG.info(call.describe(since))
+                _LOG.info("%s", call)
             if call.is_streamed or is_done:
                 call.changed.set()
 

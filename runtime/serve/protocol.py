@@ -91,7 +91,8 @@ class ServedAnswer:
     error: Exception | None = None
     told_at: float = 0.0
     num_told: int = 0
-    """Tokens that the engine's thread has sent."""
+    """Tokens that the engine's thread has sent, and when it may send the next."""
+    due: float = 0.0
     num_written: int = 0
     """Tokens that a stream has been sent."""
     has_end: bool = False
@@ -180,9 +181,10 @@ class ServedCall:
             "completion_tokens_details": details,
         }
 
-    def describe(self, seconds: float) -> str:
+    def __str__(self) -> str:
         """Return a line for the log, without its text."""
-        usage, reasons = self.usage(), {answer.finish_reason or "" for answer in self.answers}
+        usage, seconds = self.usage(), time.perf_counter() - self.began
+        reasons = {answer.finish_reason or "" for answer in self.answers}
         first = f"first token after {self.first_token_s:.3f} s, " if self.first_token_s is not None else ""
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         tokens = f"{usage['prompt_tokens']} prompt tokens ({cached} reused), {usage['completion_tokens']} new"
