@@ -60,6 +60,9 @@ class Service:
     def _load_named(self) -> SpeculativeModel:
         """Load the model in the engine's thread, and derive what it is called."""
         model = self._load()
+        if model.tokenizer is not None:
+            # A first text settles whether it cuts and pads, which must not change while another thread encodes.
+            model.tokenizer("a")
         opened, rows = model.opened, model.target.exactness
         named = None if opened is None else opened.target_name
         self.names = self.names or [str(named or getattr(model.config, "_name_or_path", "") or model.config.model_type)]
