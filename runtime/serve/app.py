@@ -70,7 +70,8 @@ class Service:
         versions = f"eagle-slim {version('eagle-slim')}, torch {torch.__version__}"
         about = f"{self.names[0]}, weights {weights}: {model}; {rows or 'rows are not exact'}; {versions}"
         self._shared = {"system_fingerprint": about, "exactness": rows}
-        self.engine.metrics = Metrics(self._registry, self.names[0], self.engine)
+        counts = (lambda: len(self.engine.running), lambda: len(self.engine.waiting))
+        self.engine.metrics = Metrics(self._registry, self.names[0], *counts)
         return model
 
     def app(self) -> Any:

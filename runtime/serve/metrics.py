@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .protocol import ServedAnswer
 
-if TYPE_CHECKING:
-    from .engine import ServeEngine
-
+_GAUGES = ("num_requests_running", "num_requests_waiting")
 _OF_DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", *_OF_DRAFTS)
 _HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
@@ -18,9 +16,9 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 
 
 
 class Metrics:
-    """Metrics of the model of an engine, by its name."""
+    """Metrics of a model by its name; ``gauges`` count what runs and what waits, when they are asked for."""
 
-    def __init__(self, registry: Any, name: str, engine: ServeEngine) -> None:
+    def __init__(self, registry: Any, name: str, *gauges: Callable[[], int]) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
         def build(kind: Any, keys: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -28,9 +26,8 @@ class Metrics:
             return {key: kind(f"vllm:{key}", **more).labels(name) for key in keys}
 
         self._counters, self._seconds = build(Counter, _COUNTERS), build(Histogram, _HISTOGRAMS, buckets=_SECONDS)
-        running, waiting = build(Gauge, ("num_requests_running", "num_requests_waiting")).values()
-        running.set_function(lambda: len(engine.running))
-        waiting.set_function(lambda: len(engine.waiting))
+        for gauge, number in zip(build(Gauge, _GAUGES).values(), gauges, strict=True):
+            gauge.set_function(number)
         labels = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "As in vLLM.", labels, registry=registry)
         self._count_end: Callable[[str], None] = lambda reason: ended.labels(name, reason).inc()
