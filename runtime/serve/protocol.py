@@ -125,17 +125,15 @@ class ServedCall:
     """A call as a client asks it; ``kind``: "chat" or "text"."""
 
     kind: str
-    model: str
     answers: list[ServedAnswer]
     """``count`` answers to the first prompt, then those to the next."""
     count: int
-    seed: int | None
+    shared: dict[str, Any]
+    """Fields that all that is sent has."""
     is_streamed: bool
     """Whether news wake it, or its end alone."""
     with_usage: bool
     with_ids: bool
-    shared: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model that all answers have."""
     began: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -145,10 +143,6 @@ class ServedCall:
     def __post_init__(self) -> None:
         for answer in self.answers:
             answer.call = self
-        kind = "chatcmpl" if self.kind == "chat" else "cmpl"
-        self.shared |= {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.model}
-        if self.seed is not None:
-            self.shared["seed"] = self.seed
         self._prompt = {}
         if self.with_ids and len(self.answers) == self.count:
             self._prompt = {"prompt_token_ids": self.answers[0].request.prompt_ids}
@@ -242,15 +236,16 @@ def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[s
     prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(prompts) * count > most:
         raise misfit("n", f"such that a call has at most {most} answers", count)
-    seed = None
+    name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
+    shared = {"id": name, "created": int(time.time()), "model": fields.get("model", names[0])}
     if options["temperature"] == 0:
         options = {name: options[name] for name in options.keys() - _SAMPLING}
         prompts = [prompt for prompt in prompts for _ in range(count)]
     else:
-        seed = fields.get("seed", secrets.randbelow(2**63))
-        options |= {"seed": [seed] * len(prompts), "num_return_sequences": count}
+        shared["seed"] = fields.get("seed", secrets.randbelow(2**63))
+        options |= {"seed": [shared["seed"]] * len(prompts), "num_return_sequences": count}
     answers = [ServedAnswer(*each) for each in model.read_requests(prompts, options)]
-    return ServedCall(kind, fields.get("model", names[0]), answers, count, seed, stream, with_usage, with_ids)
+    return ServedCall(kind, answers, count, shared, stream, with_usage, with_ids)
 
 
 def _read_fields(kind: str, body: bytes, names: Sequence[str]) -> dict[str, Any]:
