@@ -40,7 +40,9 @@ Examples:
     "--api-key", "api_keys", multiple=True, envvar="EAGLE_SLIM_API_KEY", help="Key that clients give; repeat."
 )
 @click.option("--allowed-origin", "origins", multiple=True, help="Web page that may call from a browser; repeat.")
-@click.option("--grace", "grace_s", type=click.FloatRange(0), default=30, show_default=True, help="Seconds to end in.")
+@click.option(
+    "--grace", "grace_s", type=click.FloatRange(0), default=30, show_default=True, help="Seconds left on SIGTERM."
+)
 @version_option
 def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     """Serve a target with its draft head by OpenAI's protocol; the text is the target's own, whatever else is served.

@@ -270,13 +270,16 @@ def test_no_answer_waits_longer_than_a_chunk(served: Served, ran: list[str], mon
 def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
     """The command, with an answer that ends within the limit, or not."""
     program, (target, head) = Path(sysconfig.get_path("scripts")) / "eagle-serve", pair
-    command = [sys.executable, program, head, "--target", target, "--port", "0", "--max-model-len", "240", "--grace"]
+    command = [sys.executable, program, head, "--target", target, "--port", "0", "--max-model-len", "240"]
+    command += ["--depth", "2", "--draft-top-k", "2", "--total-tokens", "4", "--grace"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     limit = "60" if ends == "by itself" else "1"
     server = subprocess.Popen([*command, limit], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stderr is not None
-        url = next(word.rstrip(":") for line in server.stderr for word in line.split() if word.startswith("http://"))
+        banner = next(line for line in server.stderr if "http://" in line)
+        url = next(word.rstrip(":") for word in banner.split() if word.startswith("http://"))
+        assert "trees of 4 nodes (asked for)" in next(server.stderr)
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             name = client.models.list().data[0].id
             chunks = client.completions.create(model=name, prompt="ab", stream=True, **LONG)
