@@ -327,11 +327,13 @@ def _common_config(dtype: torch.dtype) -> dict[str, object]:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<s>", "</s>", *(f"w{i}" for i in range(2, VOCAB))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Each word with its space, so that parts of a text are what they are in the whole.
+    tokenizer.decoder = decoders.Replace("w", " w")
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
