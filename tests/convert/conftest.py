@@ -1,5 +1,6 @@
 import pytest
 from support.heads import write_target
+from support.raising import exit_code
 
 
 @pytest.fixture
@@ -13,9 +14,7 @@ def run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def call(command, *arguments):
-        with pytest.raises(SystemExit) as stop:
-            command([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
+        code = exit_code(command, [str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
 
     return call

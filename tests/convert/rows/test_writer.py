@@ -5,7 +5,6 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.artifact.checksums import decode_checksums, encode_checksums, row_checksums
 from eagle_slim.convert.rows.files import LONG_NAMES, all_finite, rounded
 from eagle_slim.convert.rows.writer import TensorPlan, array_plan, write_safetensors
 from hypothesis import given, settings
@@ -91,17 +90,3 @@ def test_rounding_is_torchs(found, wanted):
     values = values[torch.isfinite(values)]
     ours = rounded(raw(values), short(found), short(wanted))
     assert ours.tobytes() == raw(values.to(wanted)).tobytes()
-
-
-def test_row_checksums_follow_their_rows():
-    rows = torch.randn(7, 33).to(torch.bfloat16)
-    sums = row_checksums(raw(rows))
-    assert sums.shape == (7, 8)
-    order = [3, 1, 6, 0, 2, 5, 4]
-    assert np.array_equal(row_checksums(raw(rows[order])), sums[order])
-    changed = rows.clone()
-    changed[4, 32] += 1
-    assert np.flatnonzero((row_checksums(raw(changed)) != sums).any(axis=1)).tolist() == [4]
-    assert np.array_equal(decode_checksums(encode_checksums(sums), 7), sums)
-    with pytest.raises(ValueError, match="expected 6"):
-        decode_checksums(encode_checksums(sums), 6)

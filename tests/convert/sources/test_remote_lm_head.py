@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +28,6 @@ ROWS, HIDDEN = 4000, 64
 # Of 512,000 bytes.
 PIECE = 50_000
 SHARD = "model-00002-of-00002.safetensors"
-
-
 LM_HEAD = random((ROWS, HIDDEN), 1)
 EMBEDDING = random((ROWS, HIDDEN), 2)
 OTHERS = {f"model.layers.{i}.weight": random((3000, HIDDEN), i) for i in range(3)}
@@ -147,11 +146,8 @@ def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fau
     assert list(home.glob("assets/**/*.safetensors")) == []
 
 
-ODD = [Fault(etag="other"), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)]
-
-
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
-@pytest.mark.parametrize("fault", ODD)
+@pytest.mark.parametrize("fault", [Fault(etag="other"), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)])
 def test_bytes_of_another_content_are_asked_for_once_more(hub, home, monkeypatch, fault, times):
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, replace(fault, times=times)))
     with nullcontext() if times else pytest.raises(SourceError, match="hf download"):
@@ -173,19 +169,21 @@ def test_what_came_of_another_content_is_not_gone_on_with(hub, home, monkeypatch
     assert hub.bytes_sent(SHARD) >= LM_HEAD.nbytes
 
 
-@pytest.mark.parametrize("offset", [-1, -LM_HEAD.nbytes, -LM_HEAD.nbytes - 100])
-def test_a_flipped_bit_in_the_cache_is_noticed(hub: HubServer, home: Path, offset: int) -> None:
-    path = open_lm_head("org/target").checkpoint.files[0].path
-    flip_bit(path, offset)
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+    path.with_suffix(".partial").write_bytes(b"of another content")
+
+
+DAMAGES = {f"bit {at}": partial(flip_bit, position=at) for at in (-1, -LM_HEAD.nbytes, -LM_HEAD.nbytes - 100)}
+# An older version kept no checksum, and maybe bytes of several contents.
+DAMAGES |= {"truncated": truncate, "of an older version": partial(save_file, {"lm_head.weight": EMBEDDING})}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_in_the_cache_is_fetched_again(hub, home, damage):
+    damage(open_lm_head("org/target").checkpoint.files[0].path)
     with raises_hub_error("offline"):
         open_lm_head("org/target", offline=True)
-    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-
-
-def test_a_tensor_that_an_older_version_kept_is_fetched_again(hub: HubServer, home: Path) -> None:
-    """It has no checksum, and may be of several contents."""
-    path = open_lm_head("org/target").checkpoint.files[0].path
-    save_file({"lm_head.weight": EMBEDDING}, path)
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 
 
@@ -194,15 +192,6 @@ def test_a_server_without_an_etag_is_named(hub: HubServer, home: Path, monkeypat
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: found)
     with raises_with(SourceError, f"{SHARD} names no ETag"):
         open_lm_head("org/target")
-
-
-def test_a_truncated_file_in_the_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
-    path = open_lm_head("org/target").checkpoint.files[0].path
-    path.write_bytes(path.read_bytes()[:-1])
-    path.with_suffix(".partial").write_bytes(b"of another content")
-    with raises_hub_error("offline"):
-        open_lm_head("org/target", offline=True)
-    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 
 
 def test_a_shard_without_the_tensor_that_its_index_names(hub: HubServer, home: Path) -> None:

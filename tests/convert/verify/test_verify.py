@@ -13,6 +13,8 @@ from support.conversion import BY_ID, convert, convert_all
 from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target, write_tensors
 from support.tampering import change_config, change_manifest, change_tensors, flip_bit, sign_file
 
+LM_HEAD = "lm_head.weight"
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -48,9 +50,6 @@ def other_mask(tensors):
     first = int(tensors["t2d"].nonzero()[0])
     last = int((~tensors["t2d"]).nonzero()[-1])
     tensors["t2d"][first], tensors["t2d"][last] = False, True
-
-
-LM_HEAD = "lm_head.weight"
 
 
 @pytest.mark.parametrize(
