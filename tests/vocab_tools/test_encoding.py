@@ -68,16 +68,13 @@ def shift(texts: Sequence[str]) -> encoding.Encoded:
     return encoding.Encoded(ids, right.offsets)
 
 
-REFUSED = [(shift, TEXTS, "at document 3"), (None, [""], "no text in the corpus")]
-REFUSED += [(None, TEXTS, "fastokens is not installed")]
-
-
-@pytest.mark.parametrize(("encode", "texts", "words"), REFUSED)
-def test_a_library_that_differs_or_cannot_be_compared_is_refused(encode, texts, words, monkeypatch):
+@pytest.mark.parametrize("words", ["at document 3", "no text in the corpus", "fastokens is not installed"])
+def test_a_library_that_differs_or_cannot_be_compared_is_refused(words, monkeypatch):
+    texts = [""] if "no text" in words else TEXTS
     if "installed" in words:
         monkeypatch.setitem(sys.modules, "fastokens", None)
-    elif encode is not None:
-        monkeypatch.setattr(encoding, "_fastokens", lambda tokenizer_json: encode)
+    elif "document" in words:
+        monkeypatch.setattr(encoding, "_fastokens", lambda tokenizer_json: shift)
     probe = [(f"document {number}", text) for number, text in enumerate(texts)]
     library, reason = choose_library("auto", spec_of(llama3_like()), probe)
     assert library == "tokenizers"

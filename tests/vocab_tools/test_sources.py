@@ -65,6 +65,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+CHAT = [{"role": "user", "content": "x"}]
 NAMES = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json", "f.json.gz"]
 NAMES += [f"p{suffix[1:]}.jsonl{suffix.upper()}" for suffix in PACKED]
 
@@ -104,9 +105,6 @@ def test_folders_and_globs(files: Path) -> None:
     (files / "a.jsonl.zst").write_bytes(pack(b"{}", ".zst"))
     with pytest.raises(CorpusError, match=r"a\.jsonl: .* packed and unpacked"):
         open_source(CorpusSource(str(files)))
-
-
-CHAT = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -208,9 +206,6 @@ def test_a_file_without_a_readable_record_is_named(tmp_path: Path) -> None:
             open_source(CorpusSource(str(tmp_path / "a.json")))
 
 
-# Plain text
-
-
 def test_text_documents_end_at_blank_lines() -> None:
     paragraph = b"line one\nline two\n\n"
     for start, stop in text_documents(paragraph * 500)[:-1]:
@@ -267,9 +262,6 @@ def test_text_files_have_no_columns_no_splits_and_do_not_mix(tmp_path: Path, set
     (tmp_path / "b.jsonl").write_bytes(jsonl([{"text": "x"}]))
     with pytest.raises(UsageError, match="two sources"):
         open_source(CorpusSource(str(tmp_path)))
-
-
-# Sources as text
 
 
 def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@ import gzip
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -49,13 +48,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
             yield server
 
 
-@contextmanager
-def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
-    hub.inject(path, fault)
-    yield
-    hub.faults.clear()
-
-
 def texts(source: CorpusSource) -> list[str]:
     opened = open_source(source)
     return [value for block in opened.blocks() for _, value in block.records(opened.column)]
@@ -100,19 +92,14 @@ def test_what_is_not_there_is_named(hub: HubServer) -> None:
             open_source(source)
 
 
-@pytest.mark.parametrize(
-    ("name", "file"), [("org/texts", "train-00000-of-00003.parquet"), ("org/chats", "train.jsonl")]
-)
+@pytest.mark.parametrize(("name", "file"), [("org/texts", "00000-of-00003.parquet"), ("org/chats", "train.jsonl")])
 def test_a_file_that_never_comes_is_given_up(hub, tmp_path, monkeypatch, name, file):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setattr("datasets.config.STREAMING_READ_MAX_RETRIES", 1)
     monkeypatch.setattr("datasets.config.STREAMING_READ_RETRY_INTERVAL", 0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with (
-        connected(hub, tmp_path),
-        hub_fault(hub, file, Fault(silent=True)),
-        pytest.raises(CorpusError, match="does not answer"),
-    ):
+    monkeypatch.setattr(hub, "faults", [(file, Fault(silent=True))])
+    with connected(hub, tmp_path), pytest.raises(CorpusError, match="does not answer"):
         open_source(CorpusSource(name))
 
 

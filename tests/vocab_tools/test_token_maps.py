@@ -182,8 +182,8 @@ def test_an_id_twice_is_told_and_counted_once(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"ids": [7, 2, 7, 11, 3]}')
     (tmp_path / "a.txt").write_text("7\n2\n7\n11\n3\n")
     np.save(tmp_path / "a.npy", np.array([7, 2, 7, 11, 3]))
-    for name in ("a.pt", "a.json", "a.txt", "a.npy"):
-        found = import_token_map(tmp_path / name, 12)
+    for path in tmp_path.iterdir():
+        found = import_token_map(path, 12)
         assert found.target_ids.tolist() == [7, 2, 11, 3]
         assert ["again id 7;" in warning for warning in found.warnings] == [True]
     torch.save([7, 2, 11], tmp_path / "freq_4.pt")
@@ -201,13 +201,9 @@ def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
     export_token_map(make(), tmp_path / "map.safetensors", "head")
     tensors = load_file(tmp_path / "map.safetensors")
     assert (tensors["d2t"].tolist(), tensors["d2t"].dtype) == ([2, 2, 5, 8], np.int64)
-    assert (tensors["t2d"].tolist(), tensors["t2d"].dtype) == ([i in (2, 3, 7, 11) for i in range(12)], np.bool_)
-
-
-def test_d2t_in_a_file_of_its_own(tmp_path: Path) -> None:
-    pair = {"d2t": torch.tensor([2, 2, 5, 8]), "t2d": torch.tensor([i in (2, 3, 7, 11) for i in range(12)])}
-    pair["lm_head.weight"] = torch.ones(4, 2, dtype=torch.bfloat16)
-    torch.save(pair, tmp_path / "mapping.pt")
+    assert (tensors["t2d"].tolist(), tensors["t2d"].dtype) == ([i in ASCENDING for i in range(12)], np.bool_)
+    pair = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    torch.save(pair | {"lm_head.weight": torch.ones(4, 2, dtype=torch.bfloat16)}, tmp_path / "mapping.pt")
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
     (tmp_path / "d2t.json").write_text("[2, 2, 5, 8]")
@@ -228,12 +224,8 @@ def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path)
 
 
 def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
-    texts = {
-        "a.txt": "# ranked\n7 2 11\n\n3,  # rare\n",
-        "a.csv": "7\n2\n11\n3",
-        "a.json": '{"token_ids": [7, 2, 11, 3]}',
-    }
-    for name, text in texts.items():
+    texts = {"a.txt": "# ranked\n7 2 11\n\n3,  # rare\n", "a.csv": "7\n2\n11\n3"}
+    for name, text in (texts | {"a.json": '{"token_ids": [7, 2, 11, 3]}'}).items():
         # With the mark that editors of Windows put first, too.
         for encoding in ("utf-8", "utf-8-sig"):
             (tmp_path / name).write_text(text, encoding=encoding)
@@ -250,12 +242,6 @@ def test_fr_specs_script_repeats_ids_for_a_tokenizer_that_adds_a_bos(tmp_path: P
     assert rank_by_order(found, forced=[], target_vocab=12).warnings[:2] == found.warnings
     with pytest.raises(UsageError, match=r"only 4 .*again id 1, 2"):
         rank_by_order(found, 5, forced=[], target_vocab=12)
-
-
-def test_a_mask_is_no_list_of_ids(tmp_path: Path) -> None:
-    torch.save(torch.tensor([0, 0, 1, 1, 0, 1]), tmp_path / "t2d.pt")
-    with pytest.raises(VocabularyError, match="mask"):
-        import_token_map(tmp_path / "t2d.pt", 12)
 
 
 def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
@@ -324,8 +310,10 @@ def test_bad_files(tmp_path: Path) -> None:
             torch.save(content, tmp_path / name)
         with pytest.raises(VocabularyError, match=name):
             import_token_map(tmp_path / name, 12)
-    with pytest.raises(VocabularyError, match=r"none\.pt"):
-        import_token_map(tmp_path / "none.pt", 12)
+    torch.save(torch.tensor([0, 0, 1, 1, 0, 1]), tmp_path / "t2d.pt")
+    for name, words in (("none.pt", r"none\.pt"), ("t2d.pt", "mask")):
+        with pytest.raises(VocabularyError, match=words):
+            import_token_map(tmp_path / name, 12)
 
 
 def test_export_refusals(tmp_path: Path) -> None:

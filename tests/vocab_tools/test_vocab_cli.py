@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import pytest
@@ -15,12 +16,14 @@ from eagle_slim.vocab_tools import DraftVocab, TokenCounts, VocabularyError, com
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
 from safetensors.numpy import load_file
+from support.raising import exit_code
 from support.small_tokenizers import TEXT, byte_level_bpe, write_folder
 
 
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
 
     @property
     def json(self):
@@ -30,10 +33,8 @@ class Outcome:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]):
     def call(*arguments: object, command: click.Command = vocab) -> Outcome:
-        with pytest.raises(SystemExit) as caught:
-            run_cli(command, [str(argument) for argument in arguments], "eagle-vocab")
-        captured = capsys.readouterr()
-        return Outcome(caught.value.code, captured.out, captured.err)
+        code = exit_code(run_cli, command, [str(argument) for argument in arguments], "eagle-vocab")
+        return Outcome(code, *capsys.readouterr())
 
     return call
 
@@ -49,11 +50,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 text = f"{TEXT[(number + shift) % 3]} {number}"
                 file.write(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
         arguments = ["count", f"{name}={folder / f'{name}.jsonl'}", "--tokenizer", str(folder / "tok")]
-        arguments += ["--held-out", "0.3", "--workers", "0", "--no-progress"]
-        arguments += ["--out", str(folder / f"{name}.counts")]
-        with pytest.raises(SystemExit) as caught:
-            run_cli(vocab, arguments, "eagle-vocab")
-        assert caught.value.code == 0
+        arguments += f"--held-out 0.3 --workers 0 --no-progress --out {folder / name}.counts".split()
+        assert exit_code(run_cli, vocab, arguments, "eagle-vocab") == 0
     return folder
 
 
@@ -166,9 +164,6 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
     assert trained["draft_vocab"] == 280
 
 
-ENCODE = ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library"]
-
-
 def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     write_folder(tmp_path / "other", byte_level_bpe(300))
@@ -186,7 +181,7 @@ def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
         (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"], "latin1.jinja: not"),
-        ([*ENCODE, "tokenizers", "--run-on", "ray"], "needs Ray"),
+        (["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"], "Ray"),
     ):
         done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
         assert done.code == (1 if "another tokenizer" in message else 2)
@@ -262,10 +257,7 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
         assert process.wait(1800) == 1
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "m.json").write_text("[1, 2]")
     program = (
