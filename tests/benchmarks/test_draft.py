@@ -6,6 +6,7 @@ from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.drafter.tuning.agreement import Agreement
 from eagle_slim.runtime.drafter.tuning.timing import time_us
 from eagle_slim.runtime.drafter.weights import HeadWeights
+from support.raising import exit_code
 
 from benchmarks import draft
 
@@ -58,9 +59,7 @@ def test_a_wrong_draft_is_not_timed(head: HeadWeights, monkeypatch: pytest.Monke
 
 
 def test_rows_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        draft.main(["--rows", "8b/v32000/d5/b1/", "--list"])
-    assert stopped.value.code == 0
+    assert exit_code(draft.main, ["--rows", "8b/v32000/d5/b1/", "--list"]) == 0
     prefixes = ("p512", "p8192", "p131072/w4096", "p4096", "p131072")
     names = [f"llama-3.1-8b/v32000/d5/b1/{prefix}" for prefix in prefixes]
     assert capsys.readouterr().out.split() == [*names, "qwen3-8b/v32000/d5/b1/p512"]

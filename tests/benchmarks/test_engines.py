@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.raising import exit_code
 
 from benchmarks import engines
 from benchmarks.shared.decoding import RandomModel
@@ -49,6 +50,4 @@ def test_another_card_is_refused(tmp_path: Path) -> None:
     result, lines = tmp_path / "result.json", tmp_path / "lines.jsonl"
     result.write_text(json.dumps({"machine": {"device": "another card"}, "rows": []}))
     lines.write_text(json.dumps(LINES[0]))
-    with pytest.raises(SystemExit) as stopped:
-        engines.main(["--add", str(result), "--lines", str(lines)])
-    assert stopped.value.code == 2
+    assert exit_code(engines.main, ["--add", str(result), "--lines", str(lines)]) == 2

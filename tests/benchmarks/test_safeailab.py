@@ -11,6 +11,7 @@ import pytest
 import torch
 from eagle_slim.runtime.settings import TreeConfig
 from support import upstream_stand_in
+from support.raising import exit_code
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM, build, prompt
 
 from benchmarks import safeailab
@@ -102,9 +103,7 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
         (("--device", "cuda:99"), "device = 'cuda:99'"),
         (("--depths", "0"), "depth"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            arguments(*line)
-        assert stopped.value.code == 2
+        assert exit_code(arguments, *line) == 2
         assert words in capsys.readouterr().err
 
 

@@ -7,16 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from eagle_slim.convert import engines as rules
 from eagle_slim.convert import names, verify_artifact
-from eagle_slim.convert.engines import (
-    ENGINES,
-    HeadFacts,
-    conversion_findings,
-    flavoured_architecture,
-    head_findings,
-    require_engines,
-    version_findings,
-)
+from eagle_slim.convert.engines import ENGINES, HeadFacts, flavoured_architecture, head_findings
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 from support.raising import raises
@@ -134,7 +127,7 @@ def test_engines_that_a_conversion_speaks_of() -> None:
         (HEADS["a sliding window in its own layer"], {*ENGINES} - {"vllm"}),
         (EAGLE1, {*ENGINES}),
     ):
-        assert {finding.engine for finding in conversion_findings(facts)} == engines
+        assert {finding.engine for finding in rules.conversion_findings(facts)} == engines
 
 
 def test_the_table_of_the_docs_is_made_from_the_rules() -> None:
@@ -158,16 +151,16 @@ def test_a_finding_names_the_alternative() -> None:
     ("version", "severities"), [("0.25.1", []), ("0.32.0+cpu", []), ("0.33.1", ["warning"]), ("0.25", ["warning"])]
 )
 def test_a_version_outside_the_proven_range_is_a_warning(version: str, severities: list[str]) -> None:
-    assert [finding.severity for finding in version_findings("vllm", version)] == severities
+    assert [finding.severity for finding in rules.version_findings("vllm", version)] == severities
 
 
 def test_unknown_engines_and_versions_are_usage_errors() -> None:
     with raises(UsageError, option="--engine"):
-        require_engines(["ollama"])
+        rules.require_engines(["ollama"])
     with raises(UsageError, option="--engine-version"):
-        require_engines(["vllm"], "latest")
+        rules.require_engines(["vllm"], "latest")
     with raises(UsageError, option="--engine-version"):
-        require_engines(["vllm", "sglang"], "0.32.0")
+        rules.require_engines(["vllm", "sglang"], "0.32.0")
 
 
 def test_sglang_finds_eagle1_by_a_class_of_its_own() -> None:

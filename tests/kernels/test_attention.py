@@ -5,16 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
-from eagle_slim.runtime.target.kernels.attention import (
-    AttentionParams,
-    AttentionScratch,
-    AttentionTiles,
-    attention_tiles,
-    num_splits,
-    num_states,
-    tree_attention,
-    tree_attention_ref,
-)
+from eagle_slim.runtime.target.kernels import attention
 from eagle_slim.runtime.target.kernels.attention_kernels import split_of, split_start
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.tree import Trees, layout_tree
@@ -22,7 +13,7 @@ from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
 
 SLOW = pytest.mark.slow
-SHARED = [AttentionTiles(programs) for programs in (1, 2, 16)]
+SHARED = [attention.AttentionTiles(programs) for programs in (1, 2, 16)]
 """One program keeps a state of all, two keep states of groups, sixteen of splits."""
 
 ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 3, 1, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
@@ -97,16 +88,18 @@ def check(rows, heads, kv_heads, head_dim, dtype, window, ends, softcap=None, si
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
     found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
-    params = AttentionParams(0.3, window, softcap, sinks)
-    tree_attention_ref(qkv, keys, values, rows.attention, params, wanted)
+    params = attention.AttentionParams(0.3, window, softcap, sinks)
+    attention.tree_attention_ref(qkv, keys, values, rows.attention, params, wanted)
     results = []
     for tiles in SHARED:
-        states = num_states(keys.shape[2], tiles) * len(qkv) * heads
-        scratch = AttentionScratch(*(torch.full((states * size,), torch.nan, device=device) for size in (head_dim, 2)))
+        states = attention.num_states(keys.shape[2], tiles) * len(qkv) * heads
+        scratch = attention.AttentionScratch(
+            *(torch.full((states * size,), torch.nan, device=device) for size in (head_dim, 2))
+        )
         found.fill_(float("nan"))
         # A power of two changes no bit.
         lift = 2.0**60 if results and dtype == torch.float32 else 1.0
-        tree_attention(qkv, keys, values, rows.attention, params._replace(lift=lift), found, scratch, tiles)
+        attention.tree_attention(qkv, keys, values, rows.attention, params._replace(lift=lift), found, scratch, tiles)
         results.append(found / lift)
         torch.testing.assert_close(results[-1], wanted, rtol=1e-3, atol=OP_ATOL[dtype])
     for other in results[1:]:
@@ -131,10 +124,12 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
     assert sorted(set(start.tolist())) == [place for each in ranges for place in range(*each)]
     key = torch.arange(count)
     assert bool(((start <= key) & (key < stop)).all())
-    assert split.tolist() == [num_splits(each + 1) - 1 for each in range(count)]
+    assert split.tolist() == [attention.num_splits(each + 1) - 1 for each in range(count)]
 
 
 def test_long_caches_and_many_rows_keep_few_states() -> None:
-    tiles = [attention_tiles(places, nodes, (32, 8, 128), 132, 2) for places, nodes in ((1, 1), (1, 60), (16, 60))]
+    tiles = [
+        attention.attention_tiles(places, nodes, (32, 8, 128), 132, 2) for places, nodes in ((1, 1), (1, 60), (16, 60))
+    ]
     assert [each.programs for each in tiles] == [66, 16, 1]
-    assert [num_states(32768, each) for each in tiles] == [40, 40, 1]
+    assert [attention.num_states(32768, each) for each in tiles] == [40, 40, 1]

@@ -11,16 +11,9 @@ import triton.language as tl
 from eagle_slim.runtime import SamplingConfig, UsageError
 from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.drafter.tuning.timing import capture
+from eagle_slim.runtime.step.kernels import choose_tokens as kernels
 from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
-from eagle_slim.runtime.step.kernels.choose_tokens import (
-    ChoiceRules,
-    bit_mask,
-    choice_scratch,
-    choose_tokens,
-    mark_seen,
-    mark_seen_ref,
-    token_bits,
-)
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, bit_mask, token_bits
 from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise_ref
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from eagle_slim.runtime.target.kernels.machine import NO_FUSION
@@ -275,8 +268,8 @@ def test_accepted_tokens_are_marked(device: str) -> None:
     active = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     count = torch.tensor([2], dtype=torch.int32, device=device)
     wanted = seen.clone()
-    mark_seen(tokens, active, count, seen)
-    mark_seen_ref(tokens, active, count, wanted)
+    kernels.mark_seen(tokens, active, count, seen)
+    kernels.mark_seen_ref(tokens, active, count, wanted)
     assert torch.equal(seen, wanted)
     marked = [bit_mask(words, 128).nonzero()[:, 0].tolist() for words in seen]
     assert marked == [[1, 2], [], [0, 31, 32, 127]]
@@ -315,10 +308,10 @@ def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
     case = random_case(vocab, slots=2, parents=WIDE_TREE, dtype=torch.bfloat16, device="cuda")
     case.set_numbers(0.7, 20, 0.9, 0.01, 1.1, 4)
     out = torch.empty(2, case.nodes, dtype=torch.int32, device="cuda")
-    scratch = choice_scratch(2, case.nodes, vocab, "cuda")
+    scratch = kernels.choice_scratch(2, case.nodes, vocab, "cuda")
 
     def choose() -> None:
-        choose_tokens(case.logits, case.trees, rules, case.state, out, scratch)
+        kernels.choose_tokens(case.logits, case.trees, rules, case.state, out, scratch)
 
     choose()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import DrafterConfig, DrafterError, TreeConfig, UsageError, Weights
-from eagle_slim.runtime.drafter import tuned_cache
-from eagle_slim.runtime.drafter.launch_params import (
-    LaunchParams,
-    block_rows,
-    chip_of,
-    choose_launch,
-    choose_layout,
-    chunk_inputs,
-    group_rows,
-    stage_bytes,
-)
+from eagle_slim.runtime.drafter import launch_params, tuned_cache
+from eagle_slim.runtime.drafter.launch_params import chip_of, choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key, open_tuned_cache, read_shapes
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from kernels.chips import KNOWN_CHIPS
@@ -38,14 +29,14 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
             other = draft_config(MODELS[model], 4096, TreeConfig(3, 1, 4), 2, 9000, weight_dtype=weight_dtype)
             assert params.layout == choose_launch(other, KNOWN_CHIPS[chip]).layout
             assert params.num_programs == KNOWN_CHIPS[chip].num_sms
-            assert set(params.tiles) == set(chunk_inputs(cfg))
+            assert set(params.tiles) == set(launch_params.chunk_inputs(cfg))
             for name, tile in params.tiles.items():
-                assert all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
+                assert all(size % tile.block_k == 0 for size in launch_params.chunk_inputs(cfg)[name])
                 assert tile.block_n & (tile.block_n - 1) == 0
                 copies = 2 if name == "mlp" else 1
                 rows = 16 * (1 << (slots - 1).bit_length())
                 stage = tile.block_k * (copies * tile.block_n * weight_dtype.itemsize + rows * 2)
-                assert stage_bytes(cfg, name, tile) == stage
+                assert launch_params.stage_bytes(cfg, name, tile) == stage
                 assert stage * tile.stages <= KNOWN_CHIPS[chip].shared_bytes
                 assert tile.stages > 1
                 assert name == "head" or params.layout.chunks[name] % tile.block_k == 0
@@ -53,7 +44,9 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
                 assert 1 <= split <= 4
                 assert params.num_programs % split == 0
                 if split > 1 and slots == 1:
-                    assert group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+                    assert (
+                        launch_params.group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+                    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +56,7 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
 def test_rows_of_a_product_are_those_of_a_level(slots: int, top_k: int, rows: int) -> None:
     """But for those up to 64 that cost nothing, and at most 16 of each sequence."""
     cfg = draft_config(MODELS["smollm2-135m"], 32000, TreeConfig(1, top_k, 3), slots, 512)
-    assert block_rows(cfg) == rows
+    assert launch_params.block_rows(cfg) == rows
 
 
 def test_groups_of_programs() -> None:
@@ -71,7 +64,7 @@ def test_groups_of_programs() -> None:
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
     params = choose_launch(cfg, KNOWN_CHIPS[90])
     assert params.layout.split == {"fc": 4, "qkv": 2, "o": 4, "down": 4}
-    assert [group_rows(cfg, name, params.layout.split[name], 132) for name in ("o", "qkv")] == [125, 94]
+    assert [launch_params.group_rows(cfg, name, params.layout.split[name], 132) for name in ("o", "qkv")] == [125, 94]
     small = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
     assert set(choose_launch(small, KNOWN_CHIPS[90]).layout.split.values()) == {1}
 
@@ -88,14 +81,14 @@ def test_the_cache_round_trips(tmp_path: Path) -> None:
     again = TunedCache(path)
     assert again.find(cfg, chip) == (tuned, True)
     assert list(tmp_path.iterdir()) == [path]
-    assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json())), tuned.layout) == tuned
+    assert launch_params.LaunchParams.from_json(json.loads(json.dumps(tuned.to_json())), tuned.layout) == tuned
 
 
 def test_a_head_in_another_layout_cannot_use_what_is_tuned(tmp_path: Path) -> None:
     chip, cache = KNOWN_CHIPS[90], TunedCache(tmp_path / "tuned.json")
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
     cache.store(cfg, chip, choose_launch(cfg, chip))
-    other = replace(choose_layout(cfg, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
+    other = replace(launch_params.choose_layout(cfg, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
     assert cache.find(cfg, chip, other) == (choose_launch(cfg, chip, other), False)
 
 

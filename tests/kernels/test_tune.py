@@ -14,7 +14,7 @@ from eagle_slim.runtime.drafter.tuning import precompile, timing
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.ops import Launches
 from kernels.chips import KNOWN_CHIPS
-from support.raising import raises, raises_with
+from support.raising import exit_code, raises, raises_with
 
 CHIP = KNOWN_CHIPS[90]
 TINY = Dims(32, 32, 2, 1, 16, 100)
@@ -106,9 +106,7 @@ def test_it_tunes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     TunedCache(tmp_path / "none.json").find(CFG, CHIP)
     asked = ["--from-shapes", str(shapes), "--out", str(tuned)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        tune.main(asked)
-    assert stopped.value.code == 1
+    assert exit_code(tune.main, asked) == 1
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -116,14 +114,10 @@ def test_it_tunes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
     for more, said in (([], "1 of 1 drafts tuned"), ([], "0 of 0 drafts tuned"), (["--again"], "1 of 1 drafts tuned")):
-        with pytest.raises(SystemExit) as stopped:
-            tune.main([*asked, *more])
-        assert stopped.value.code == 0
+        assert exit_code(tune.main, [*asked, *more]) == 0
         assert said in capsys.readouterr().out
     assert TunedCache(tuned).find(CFG, CHIP)[1]
-    with pytest.raises(SystemExit) as stopped:
-        tune.main([*asked, "--out", str(shapes / "tuned.json")])
-    assert stopped.value.code == 2
+    assert exit_code(tune.main, [*asked, "--out", str(shapes / "tuned.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
