@@ -1,6 +1,5 @@
 """Steps as a GPU runs them, with the twins on the CPU: all tokens chosen by one operation, records read a step late."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from eagle_slim.runtime import LogitsError, SpeculativeModel, TreeConfig, open_target
-from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
 from eagle_slim.runtime.step.plan import CallRules
 from support.sweeps import sweep
@@ -98,12 +96,11 @@ def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["exact", "lossy"])
-def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, monkeypatch):
+def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, run_ahead):
     """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
     target = tiny_target("llama", max_position_embeddings=1024)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, max_position_embeddings=1024), **TREE)
-    small = partial(PartialVerification, num_blocks=2, num_steps=2, num_tokens=7, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+    run_ahead(num_steps=2, num_tokens=7)
     prompt, options = random_prompts([12]), {"max_new_tokens": 14, "partial_verification": mode, "ignore_eos": True}
     answer = model.generate(prompt, **options)
     assert answer.stats.num_partial_passes > 0

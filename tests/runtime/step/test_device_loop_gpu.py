@@ -4,15 +4,15 @@ import gc
 import json
 import random
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from eagle_slim.runtime import CheckError, LogitsError, SpeculativeModel, open_target
-from eagle_slim.runtime.settings import PartialVerification, TreeConfig
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step import decoders, graphs
 from eagle_slim.runtime.step.shapes import Acceptance, Costs, ShapeChooser, shapes_for, shapes_up_to
 from support.built_decoders import watch_decoders
@@ -57,38 +57,23 @@ def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert output.token_ids == expected
     assert "CUDA graphs" in output.stats.path
     # The norm's gain is read by the graphs where it lies: in a step that follows the prompt, then in the prompt itself.
-    spoiled = SpoiledGain(model.target.model.model.norm.weight.data)  # type: ignore[union-attr]
+    gain, spoiled = model.target.model.model.norm.weight.data, mock.Mock()  # type: ignore[union-attr]
+    # A streamer's first call brings the prompt.
+    spoiled.put.side_effect = lambda _value: gain[0].fill_(torch.nan) if spoiled.put.call_count == 2 else None
     with pytest.raises(CheckError, match=r"after verify, slot 0, node .*: the logit is nan"):
         checked.generate(prompts[1], max_new_tokens=20, ignore_eos=True, streamer=spoiled)
     with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: its logits hold a NaN"):
         checked.generate(prompts[1], max_new_tokens=20)
 
 
-class SpoiledGain:
-    """A streamer that makes a weight NaN once the first new token is known."""
-
-    def __init__(self, gain: torch.Tensor) -> None:
-        self.gain = gain
-        self.num_calls = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.num_calls += 1
-        # The first call brings the prompt.
-        if self.num_calls == 2:
-            self.gain[0] = torch.nan
-
-    def end(self) -> None: ...
-
-
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_partial_passes_change_no_token(tmp_path, sampling, monkeypatch):
+def test_partial_passes_change_no_token(tmp_path, sampling, run_ahead):
     model, _ = pair(tmp_path, "llama")
     prompts = random_prompts([440, 9, 333])
     options: dict[str, Any] = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
     plain = model.generate(prompts, speculative=False, **options)
     for mode, num_blocks in (("exact", 1), ("lossy", 8)):
-        small = partial(PartialVerification, num_blocks=num_blocks, min_length=0)
-        monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+        run_ahead(num_blocks=num_blocks)
         found = model.generate(prompts, partial_verification=mode, **options)
         assert found.token_ids == plain.token_ids
         assert found.stats.num_partial_passes > found.stats.num_passes > 0
@@ -259,11 +244,10 @@ def test_after_warming_up_a_call_captures_nothing(tmp_path: Path, monkeypatch: p
     assert model.warmup(4, 300, speculative=False).num_graphs == 5
 
 
-def test_partial_verification_is_warmed_up_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_verification_is_warmed_up_too(tmp_path, monkeypatch, run_ahead):
     model, _ = pair(tmp_path, "llama")
     captures = count_captures(monkeypatch)
-    small = partial(PartialVerification, num_blocks=1, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+    run_ahead(num_blocks=1)
     assert model.warmup(1, 300, partial_verification="exact").num_graphs == len(captures) == 3
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     found = model.generate(random_prompts([100]), partial_verification="exact", **options)

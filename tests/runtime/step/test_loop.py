@@ -142,19 +142,6 @@ def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pyt
     assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
 
 
-def count_positions(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(sequences, positions of each) of every pass of the head, as it will be called."""
-    passes: list[tuple[int, int]] = []
-    layer = reference.ReferenceDraft.layer
-
-    def counted(draft: Any, hidden: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        passes.append(tuple(tokens.shape))
-        return layer(draft, hidden, tokens, *rest)
-
-    monkeypatch.setattr(reference.ReferenceDraft, "layer", counted)
-    return passes
-
-
 def test_who_ran_is_counted(tmp_path: Path) -> None:
     model = build(tmp_path)
     # A prompt's forward gives the first token, each plain step one for every sequence: four steps of two, four of one.
@@ -168,14 +155,19 @@ def test_who_ran_is_counted(tmp_path: Path) -> None:
 
 def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft computes the pairs of the last step's tokens and its own nodes; a prompt's pairs take no pass at all."""
-    model = build(tmp_path)
-    passes = count_positions(model, monkeypatch)
+    model, positions, layer = build(tmp_path), list[int](), reference.ReferenceDraft.layer
+
+    def counted(draft: Any, hidden: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        positions.append(tokens.shape[1])
+        return layer(draft, hidden, tokens, *rest)
+
+    monkeypatch.setattr(reference.ReferenceDraft, "layer", counted)
     output = model.generate(random_prompts([12])[0], max_new_tokens=24, ignore_eos=True)
     tree, lengths = model.drafter.tree, output.stats.accepted_lengths
-    extended = sum(positions for _, positions in passes[:: tree.depth + 1])
+    extended = sum(positions[:: tree.depth + 1])
     # The first token, then what each step but the last accepted.
     assert 0 < 1 + sum(length * count for length, count in lengths.items()) - extended <= tree.path_width
-    assert sum(positions for _, positions in passes) == extended + output.stats.num_passes * tree.depth * tree.top_k
+    assert sum(positions) == extended + output.stats.num_passes * tree.depth * tree.top_k
 
 
 def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.api.options import read_call
 from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
@@ -21,6 +20,7 @@ from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, Pre
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 PROMPTS = random_prompts([1, 4, 9])
 ENDS = {"eos_token_id": [18, 7]}
+HI = {"role": "user", "content": "Hi"}
 PENALTIES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
     "n-grams": {"no_repeat_ngram_size": 2},
@@ -82,12 +82,13 @@ def test_the_targets_generation_configuration_is_followed(model: SpeculativeMode
     assert model.generate(PROMPTS, max_new_tokens=20, repetition_penalty=1.0).token_ids == plain
 
 
-@pytest.mark.parametrize(
-    "processor", [lambda _, scores: None, lambda _, scores: scores[0], lambda _, scores: scores > 0]
-)
-def test_a_processor_that_returns_no_scores_is_named(model: SpeculativeModel, processor: Any) -> None:
-    with raises(UsageError, option="processor function"):
-        model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
+def test_functions_that_return_no_scores_or_no_verdict_are_named(model: SpeculativeModel) -> None:
+    for processor in (lambda _, scores: None, lambda _, scores: scores[0], lambda _, scores: scores > 0):
+        with raises(UsageError, option="processor function"):
+            model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
+    for verdict in ({}, [], None):
+        with raises(UsageError, option="stopping criterion"):
+            model.generate([3, 4], stopping_criteria=lambda ids, scores, verdict=verdict: verdict)
 
 
 def test_a_tree_that_is_none_or_too_deep_is_refused(model: SpeculativeModel) -> None:
@@ -98,15 +99,13 @@ def test_a_tree_that_is_none_or_too_deep_is_refused(model: SpeculativeModel) -> 
         model.with_tree(TreeConfig(32, 4, 60)).generate(PROMPTS[0], max_new_tokens=2)
 
 
-LENGTHS = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_tokens": (None, 0, 6)}
-
-
 @pytest.mark.filterwarnings("ignore:.*length:UserWarning")
 @pytest.mark.parametrize("place", sweep(["keywords", "configuration", "both"], "keywords"))
 def test_lengths_mean_what_transformers_means_in_every_combination(model: SpeculativeModel, place: str) -> None:
     """With an end that comes at once if it may; of the target's own generate, beside the 256 tokens of ours."""
-    for values in itertools.product(*LENGTHS.values()):
-        options = {name: value for name, value in zip(LENGTHS, values, strict=True) if value is not None}
+    lengths = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_tokens": (None, 0, 6)}
+    for values in itertools.product(*lengths.values()):
+        options = {name: value for name, value in zip(lengths, values, strict=True) if value is not None}
         if not {"max_new_tokens", "max_length"} & set(options):
             continue
         expected = own_generate(model, PROMPTS[2:], eos_token_id=[18, 7], **options)
@@ -118,31 +117,25 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model: Specul
         assert found.token_ids == expected, options
 
 
-NOT_SERVED = {"forced_eos_token_id": 5, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
-NOT_SERVED |= {"watermarking_config": WatermarkingConfig(), "token_healing": True, "stop_strings": ["a"]}
+def test_a_configuration_that_asks_for_more_is_refused(model: SpeculativeModel) -> None:
+    asked: dict[str, Any] = {"watermarking_config": WatermarkingConfig(), "token_healing": True, "stop_strings": ["a"]}
+    asked |= {"forced_eos_token_id": 5, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
+    for name, value in asked.items():
+        model.target.model.generation_config = GenerationConfig(**{name: value})
+        with raises(UsageError, option=name.replace("_strings", "")):
+            model.generate(PROMPTS, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(("name", "value"), NOT_SERVED.items(), ids=str)
-def test_a_configuration_that_asks_for_more_is_refused(model: SpeculativeModel, name: str, value: Any) -> None:
-    model.target.model.generation_config = GenerationConfig(**{name: value})
-    with raises(UsageError, option=name.replace("_strings", "")):
-        model.generate(PROMPTS, max_new_tokens=4)
-
-
-@pytest.mark.parametrize(
-    ("configs", "pad"),
-    [
-        (({"pad_token_id": 21}, {}), 21),
-        (({}, {"pad_token_id": 22}), 22),
-        (({"eos_token_id": [2, 5]}, {}), 2),
-        (({"eos_token_id": 2, "pad_token_id": 20}, {"pad_token_id": 22}), 20),
-    ],
-    ids=str,
-)
-def test_padding_ids(model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int) -> None:
-    model.target.model.generation_config = GenerationConfig(**configs[0])
-    model.target.text_config.pad_token_id = configs[1].get("pad_token_id")
-    assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
+def test_padding_ids(model: SpeculativeModel) -> None:
+    for generation, of_the_text, pad in (
+        ({"pad_token_id": 21}, None, 21),
+        ({}, 22, 22),
+        ({"eos_token_id": [2, 5]}, None, 2),
+        ({"eos_token_id": 2, "pad_token_id": 20}, 22, 20),
+    ):
+        model.target.model.generation_config = GenerationConfig(**generation)
+        model.target.text_config.pad_token_id = of_the_text
+        assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
 
 
 SAME_VALUE: list[tuple[Any, str]] = [
@@ -175,9 +168,6 @@ ALONE = [*OWN_VALUE.items(), *((name, value) for value, names in SAME_VALUE for 
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
         ({"stop": ["a"], "stop_strings": ["b"]}, "stop_strings"),
-        pytest.param({"stopping_criteria": lambda ids, scores: {}}, "stopping criterion", id="not a verdict"),
-        pytest.param({"stopping_criteria": lambda ids, scores: []}, "stopping criterion", id="an empty verdict"),
-        pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict"),
     ],
     ids=str,
 )
@@ -187,24 +177,20 @@ def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any],
         model.generate([3, 4], **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_greedy_ignores_sampling_options(model: SpeculativeModel) -> None:
+    expected = model.generate(PROMPTS, max_new_tokens=8).token_ids
+    for options, named in (
         ({"top_p": 0.9}, "top_p=0.9"),
         ({"min_p": 0.1, "do_sample": False}, "min_p=0.1"),
         ({"do_sample": False, "temperature": 0.7, "top_k": 5}, "temperature=0.7, top_k=5"),
         ({"temperature": 0.0, "top_p": 0.9}, "top_p=0.9"),
         ({"do_sample": False, "temperature": 1.0, "top_k": 50}, None),
-    ],
-    ids=str,
-)
-def test_greedy_ignores_sampling_options(model: SpeculativeModel, options: dict[str, Any], named: str | None) -> None:
-    expected = model.generate(PROMPTS, max_new_tokens=8).token_ids
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", SamplingWarning)
-        assert model.generate(PROMPTS, max_new_tokens=8, **options).token_ids == expected
-    assert [str(each.message).split(": ")[1].split(" acts")[0] for each in found] == ([named] if named else [])
-    assert not found or found[0].filename == __file__
+    ):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", SamplingWarning)
+            assert model.generate(PROMPTS, max_new_tokens=8, **options).token_ids == expected
+        assert [str(each.message).split(": ")[1].split(" acts")[0] for each in found] == ([named] if named else [])
+        assert not found or found[0].filename == __file__
 
 
 def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
@@ -221,14 +207,11 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
     assert model.generate(PROMPTS, **unset).token_ids == expected
 
 
-HI = {"role": "user", "content": "Hi"}
-NO_PROMPTS = [[3.0, 4.0], b"a", [b"a"], 3, None, [[3], 4], [3, "a"], ["a", 3], [[[3]]], [HI], HI]
-
-
-@pytest.mark.parametrize("prompt", [*NO_PROMPTS, *map(torch.tensor, ([[3.5]], [[True]], 3))], ids=str)
-def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
-    with raises(UsageError, option="input_ids"):
-        model.generate(prompt, max_new_tokens=2)
+def test_values_of_other_types_are_no_prompts(model: SpeculativeModel) -> None:
+    values: list[Any] = [[3.0, 4.0], b"a", [b"a"], 3, None, [[3], 4], [3, "a"], ["a", 3], [[[3]]], [HI], HI]
+    for prompt in (*values, *map(torch.tensor, ([[3.5]], [[True]], 3))):
+        with raises(UsageError, option="input_ids"):
+            model.generate(prompt, max_new_tokens=2)
 
 
 def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) -> None:
@@ -285,24 +268,19 @@ def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
 
 def test_an_end_in_every_form(model: SpeculativeModel) -> None:
     expected = own_generate(model, max_new_tokens=30, eos_token_id=5)
-    for eos in (5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}):
+    # Ids that no token has end nothing.
+    for eos in (5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}, [5, -1, 24, 10**6]):
         assert model.generate(PROMPTS, max_new_tokens=30, eos_token_id=eos).token_ids == expected, repr(eos)
 
 
-def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:
-    call = read_call(model.target, None, None, [3, 4], {"eos_token_id": [5, -1, 24, 10**6]})
-    assert call.requests[0].eos_ids == {5}
-
-
-WRONG: dict[str, tuple[Any, ...]] = {"dtype": (torch.float16, "bfloat16", "float7"), "device": ("meta", "gpu")}
-WRONG |= {"offline": ("x",), "tokenizer": ("name/model",), "draft_vocab": ("full", 24.0), "tree": ((5, 10, 60),)}
-WRONG |= {"max_model_len": (0,), "revision": ("main",), "target_weights": ("fp8",)}
-
-
-@pytest.mark.parametrize(("option", "value"), [(name, each) for name in WRONG for each in WRONG[name]], ids=str)
-def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any) -> None:
-    with raises(UsageError, option=option):
-        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **{option: value})
+def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    wrong: dict[str, tuple[Any, ...]] = {"dtype": (torch.float16, "bfloat16", "float7"), "device": ("meta", "gpu")}
+    wrong |= {"offline": ("x",), "tokenizer": ("name/model",), "draft_vocab": ("full", 24.0), "tree": ((5, 10, 60),)}
+    wrong |= {"max_model_len": (0,), "revision": ("main",), "target_weights": ("fp8",)}
+    for option, value in ((name, each) for name in wrong for each in wrong[name]):
+        with raises(UsageError, option=option):
+            SpeculativeModel.from_pretrained(target, head, **{option: value})
 
 
 def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

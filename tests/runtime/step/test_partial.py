@@ -1,8 +1,7 @@
 """Partial verification: with "exact" the output of plain decoding, whatever runs ahead; "lossy" says that it is."""
 
 import random
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,6 @@ LONGEST = 1024
 TREE = {"tree": TreeConfig(3, 4, 12)}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
-Sizes = Callable[..., None]
-
-
-@pytest.fixture(autouse=True)
-def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
-    """Let calls run ahead from the first token on; a test may ask for other sizes than two blocks."""
-
-    def set_sizes(**sizes: int) -> None:
-        made = partial(PartialVerification, **{"num_blocks": 2, "min_length": 0, **sizes})
-        monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", made)
-
-    set_sizes()
-    return set_sizes
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +46,16 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("backend", "sampling"),
-    [
-        pytest.param("transformers", {}, id="transformers-greedy"),
-        pytest.param("fused", SAMPLED, id="fused-sampled"),
-        pytest.param("transformers", SAMPLED, id="transformers-sampled", marks=pytest.mark.slow),
-        pytest.param("fused", {}, id="fused-greedy", marks=pytest.mark.slow),
-    ],
-)
-def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sampling: dict[str, Any]) -> None:
+KINDS = [f"{backend}, {how}" for backend in ("transformers", "fused") for how in ("greedy", "sampled")]
+
+
+@pytest.mark.parametrize("kind", sweep(KINDS, "transformers, greedy", "fused, sampled"))
+def test_all_blocks_are_a_full_pass(models, run_ahead, kind):
     """Then partial passes accept what passes over trees accept, and full ones confirm all of it."""
-    model = models("llama", backend)
+    model, sampling = models("llama", kind.split(",")[0]), SAMPLED if "sampled" in kind else {}
     given = prompts(5, 70, 450)
     full = model.generate(given, max_new_tokens=24, ignore_eos=True, **sampling)
-    sizes(num_blocks=ALL)
+    run_ahead(num_blocks=ALL)
     found = model.generate(given, max_new_tokens=24, ignore_eos=True, partial_verification="exact", **sampling)
     assert found.token_ids == full.token_ids
     assert found.stats.num_rolled_back_tokens == 0
@@ -87,7 +68,7 @@ def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sam
     sweep(["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"], "greedy", "sampled"),
 )
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str) -> None:
+def test_exact_is_plain_decoding(models, run_ahead, kind, case):
     model = models(kind)
     given = prompts(500, 333, 65, 7) if case == "batch" else prompts(430 + len(case))
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": case not in ("ends", "batch")}
@@ -95,7 +76,7 @@ def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str
     options |= {"repetition_penalty": 1.3} if case == "penalty" else {}
     options |= {"max_slots": 2} if case == "batch" else {}
     others = {"one ahead": {"num_steps": 1, "num_tokens": 1}, "far ahead": {"num_steps": 12, "num_tokens": 40}}
-    sizes(**others.get(case, {}))
+    run_ahead(**others.get(case, {}))
     plain = model.generate(given, speculative=False, **options)
     if case == "ends":
         # Whatever comes up last for the first time.
@@ -114,11 +95,11 @@ def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str
         assert found.stats.num_reused_tokens > 300
 
 
-def test_lossy_is_what_ran_ahead(models: Any, sizes: Sizes) -> None:
+def test_lossy_is_what_ran_ahead(models, run_ahead):
     model, given, found = models("llama"), prompts(600), []
     plain = model.generate(given, max_new_tokens=40, ignore_eos=True)
     for num_blocks in (ALL, 1):
-        sizes(num_blocks=num_blocks)
+        run_ahead(num_blocks=num_blocks)
         found.append(model.generate(given, max_new_tokens=40, ignore_eos=True, partial_verification="lossy"))
     all_of_it, little = found
     assert all_of_it.token_ids == plain.token_ids
@@ -129,7 +110,7 @@ def test_lossy_is_what_ran_ahead(models: Any, sizes: Sizes) -> None:
     assert "(lossy)" in little.stats.path
 
 
-def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: Path) -> None:
+def test_what_is_refused_and_what_stays_full(models, run_ahead, folder):
     model, given = models("llama"), prompts(20)
     for wrong in ("some", True):
         with pytest.raises(UsageError, match="expected one of 'exact', 'lossy'"):
@@ -143,7 +124,7 @@ def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: 
         windowed = SpeculativeModel.from_pretrained(target, folder, **TREE)
         with pytest.raises(UnsupportedModelError, match="sliding window"):
             windowed.generate(given, partial_verification="exact")
-    sizes(min_length=65536)
+    run_ahead(min_length=65536)
     short = model.generate(given, partial_verification="exact", max_new_tokens=4)
     assert "every pass is full (20 tokens; runs ahead from 65,536)" in short.stats.path
     assert short.stats.num_partial_passes == 0

@@ -85,9 +85,7 @@ def test_a_call_may_change_its_tree_between_any_two_steps(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
-) -> None:
+def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(tmp_path, monkeypatch, is_compiled):
     told: list[object] = []
     run, rules_of = Decoder.timed_step, plan.CallRules.of
 
@@ -100,9 +98,8 @@ def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(
     # As on a GPU, where a step is launched before the tokens of the one before are read.
     monkeypatch.setattr(plan.CallRules, "of", lambda *given: replace(rules_of(*given), host_reason=None))
     model = model_of_any_shape(tmp_path, monkeypatch, [None])
-    model.generate(
-        PROMPTS[0], max_new_tokens=2, ignore_eos=True, stopping_criteria=[lambda *_: bool(told.append("token"))]
-    )
+    criteria = [lambda *_: bool(told.append("token"))]
+    model.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True, stopping_criteria=criteria)
     assert told[:2] == (["step", "token"] if is_compiled else ["token", "step"])
 
 
@@ -150,25 +147,21 @@ def chooser(times: dict[TreeConfig | None, float], learned: Acceptance | None = 
 TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "times", "wanted"),
-    [
+def test_the_best_is_taken() -> None:
+    for ranks, times, wanted in (
         # A larger tree accepts no more.
         ([0, 0, 0, 0, 0], TIMES, LONG),
         ([], TIMES, None),
         ([0], TIMES, CHAIN),
         # The same acceptance where a large tree costs more than it gives.
         ([0, 0, 0, 0, 0], TIMES | {LARGE: 40.0, LONG: 22.0}, SHORT),
-    ],
-    ids=["all accepted", "nothing accepted", "one level accepted", "many sequences"],
-)
-def test_the_best_is_taken(ranks: list[int], times: dict[TreeConfig | None, float], wanted: TreeConfig | None) -> None:
-    found = chooser(times)
-    for _ in range(400):
-        shape = found.next(1, 100, [0])
-        found.see(shape, {0: ranks[: 0 if shape is None else shape.depth + 1]})
-    last = [found.next(1, 100, [0]) for _ in range(20)]
-    assert max(last, key=last.count) == wanted
+    ):
+        found = chooser(times)
+        for _ in range(400):
+            shape = found.next(1, 100, [0])
+            found.see(shape, {0: ranks[: 0 if shape is None else shape.depth + 1]})
+        last = [found.next(1, 100, [0]) for _ in range(20)]
+        assert max(last, key=last.count) == wanted
 
 
 def test_a_shape_is_judged_by_the_best_children_of_its_own_steps() -> None:

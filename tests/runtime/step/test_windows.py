@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import PartialVerification
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -52,19 +50,16 @@ def test_the_first_tokens_of_a_text_are_seen_too(model: SpeculativeModel) -> Non
     prompts = random_prompts([1400, 280])
     first = wide.generate(prompts, reuse_prefix=True, **OPTIONS)
     turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)]
-    output, expected = (
-        wide.generate(turns, reuse_prefix=True, **OPTIONS),
-        over_all_keys(wide).generate(turns, **OPTIONS),
-    )
+    output = wide.generate(turns, reuse_prefix=True, **OPTIONS)
+    expected = over_all_keys(wide).generate(turns, **OPTIONS)
     assert output.stats.num_reused_tokens > 1600
     assert output.token_ids == expected.token_ids
     assert output.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
-def test_partial_verification(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("run_ahead")
+def test_partial_verification(model: SpeculativeModel) -> None:
     """Drafts that ran ahead and are taken back leave the window as it was."""
-    made = partial(PartialVerification, num_blocks=2, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", made)
     prompts, options = random_prompts([1150, 640]), {**OPTIONS, "max_new_tokens": 30, "partial_verification": "exact"}
     output, expected = model.generate(prompts, **options), over_all_keys(model).generate(prompts, **options)
     assert output.token_ids == expected.token_ids
@@ -108,9 +103,7 @@ def test_a_chat_keeps_its_prefix(model: SpeculativeModel) -> None:
         ({"layer_types": ["sliding_attention"], "sliding_window": 3, "draft_window_size": 100}, 3),
     ],
 )
-def test_the_default_is_what_the_head_was_trained_on(
-    tmp_path: Path, config: dict[str, Any], window: int | None
-) -> None:
+def test_the_default_is_what_the_head_was_trained_on(tmp_path, config, window):
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
     assert model.draft_window == window
     assert ("by the head's config.json" in model.drafting) == (window is not None)
