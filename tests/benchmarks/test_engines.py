@@ -44,10 +44,6 @@ def test_lines_beside_ours(tmp_path: Path) -> None:
     assert done["rows"] == [ours, ours | {"weights": "fp8"}, theirs]
     assert done["failed"] == {"sglang plain": "out of time"}
     assert "<svg" in (tmp_path / "chart.svg").read_text()
-
-
-def test_another_card_is_refused(tmp_path: Path) -> None:
-    result, lines = tmp_path / "result.json", tmp_path / "lines.jsonl"
+    # Another card is refused.
     result.write_text(json.dumps({"machine": {"device": "another card"}, "rows": []}))
-    lines.write_text(json.dumps(LINES[0]))
     assert exit_code(engines.main, ["--add", str(result), "--lines", str(lines)]) == 2

@@ -40,14 +40,11 @@ def test_times_of_a_step() -> None:
     assert times == {"draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5}
 
 
-def test_barriers_of_a_draft() -> None:
-    """With projections in groups 11 a level, alone 8 (docs/kernels.md)."""
-    assert len(barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
-    assert len(barriers_of(ALONE, 5)) == 50
-
-
 def test_parts_of_a_draft() -> None:
     """A draft of 30 us: its first barrier is passed after 11, 17 more follow after one each, and the tree takes 2."""
+    # With projections in groups 11 barriers a level, alone 8 (docs/kernels.md).
+    assert len(barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
+    assert len(barriers_of(ALONE, 5)) == 50
     stamps = [20_000, *range(1_000, 19_000, 1_000), 0, 0]
     spans = trace.draft_spans(ALONE, 1, stamps, event("kernel", "draft_kernel", 100, 30))
     parts = {"inputs": 11, "fc": 2, "QKV": 2, "attention": 4, "output": 2, "MLP": 4, "LM head, top-k": 2}
@@ -69,27 +66,19 @@ def test_counters_are_summed_over_the_kernels_of_draft_and_pass() -> None:
     }
 
 
-def test_a_clean_trace_has_no_faults() -> None:
+def test_what_should_not_be_is_named() -> None:
     assert trace.faults_of(steps(), 0) == []
     assert "expected 3" in trace.faults_of(steps(2), 0)[0]
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
+    for more, words in (
         (event("cuda_runtime", "cudaStreamSynchronize", 250), "the host calls cudaStreamSynchronize 1 times"),
         (event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 250), "1 copies are no records: Memcpy HtoD"),
         (event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 250), "1 copies are no records: Memcpy DtoD"),
-    ],
-)
-def test_what_should_not_be_is_named(more: dict[str, Any], words: str) -> None:
-    (fault,) = trace.faults_of([*steps(), more], 0)
-    assert words in fault
-    # Before the second step and after the last it may be.
-    assert trace.faults_of([*steps(), {**more, "ts": 50}, {**more, "ts": 350}], 0) == []
-
-
-def test_allocations_and_too_many_waits() -> None:
+    ):
+        (fault,) = trace.faults_of([*steps(), more], 0)
+        assert words in fault
+        # Before the second step and after the last it may be.
+        assert trace.faults_of([*steps(), {**more, "ts": 50}, {**more, "ts": 350}], 0) == []
+    # Allocations, and too many waits.
     waits = [event("cuda_runtime", "cudaEventSynchronize", 250 + i) for i in range(4)]
     told = ["the host waits 6 times for 4 records", "the allocator hands out 3 blocks"]
     assert trace.faults_of([*steps(), *waits], 3) == told

@@ -44,11 +44,9 @@ def test_the_fastest_variant_is_chosen() -> None:
     assert first == derived
     assert len(tried) == len(trials) - 1
     assert list(tune.trials_of(CFG, CHIP, derived.layout, num_variants=2)[1]) == list(tried)[:2]
-
-
-def test_noise_changes_nothing() -> None:
-    best, _ = choose(lambda params: 1000 - 4 * (params.part_keys == 128))
-    assert best == choose_launch(CFG, CHIP)
+    # Noise changes nothing, and it stops in time.
+    assert choose(lambda params: 1000 - 4 * (params.part_keys == 128))[0] == derived
+    assert 2 <= len(choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)[1]) <= 5
 
 
 def test_wrong_and_unbuildable_variants_lose() -> None:
@@ -70,11 +68,6 @@ def test_wrong_and_unbuildable_variants_lose() -> None:
 
     with raises(DrafterError):
         choose(broken)
-
-
-def test_it_stops_in_time() -> None:
-    _, trials = choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)
-    assert 2 <= len(trials) <= 5
 
 
 def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

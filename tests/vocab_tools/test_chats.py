@@ -180,9 +180,7 @@ def test_thoughts_that_the_history_drops_are_counted_in_their_own_turn() -> None
         told = [{**message, key: "thought"} if message["role"] == "assistant" else message for message in messages]
         expected = [f"<think>\nthought\n</think>\n\n{answer}<end>" for answer in ("Paris", "Berlin")]
         assert counted(words(template), told) == split(*expected)
-
-
-def test_a_thought_in_the_content_begins_with_what_the_prompt_opened() -> None:
+    # In the content one begins with what the prompt opened.
     messages = turn("Hi", "<think>\nmore thought\n</think>\nParis")
     assert counted(words(OPENS_A_THOUGHT), messages) == split("more thought\n</think>\nParis<end>")
 

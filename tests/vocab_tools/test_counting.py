@@ -186,13 +186,9 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
             count_tokens(sources, loaded, held_out=held_out)
     with pytest.raises(UsageError, match="messages is set by each rendering"):
         tokenizer.with_chat_template(kwargs={"messages": []})
-
-
-def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": ""}\nbroken\n')
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\nbroken\n')
     with pytest.raises(CorpusError, match=r"Empty documents: 1; records skipped: 1"):
-        count(path, on_error="skip")
+        count(source, on_error="skip")
 
 
 def test_without_shared_memory_one_process_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

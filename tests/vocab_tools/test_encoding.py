@@ -83,15 +83,12 @@ def test_a_library_that_differs_or_cannot_be_compared_is_refused(words, monkeypa
         choose_library("fastokens", spec_of(llama3_like()), probe)
 
 
-def test_a_text_that_fastokens_cannot_encode_is_told() -> None:
+def test_auto_takes_fastokens_after_the_probe_and_a_text_that_it_cannot_encode_is_told() -> None:
     # As the byte 0x14, which this vocabulary lacks and tokenizers leaves out.
     spec = EncoderSpec(spec_of(llama3_like()).tokenizer_json.replace('"Ĕ"', '"no byte"'), 600)
     assert choose_library("auto", spec, [("a", "\x14")])[0] == "tokenizers"
     with raises(TokenizerError, option="--tokenizer-library"):
         build_encoder(replace(spec, library="fastokens"))(["\x14"])
-
-
-def test_auto_takes_fastokens_after_the_probe() -> None:
     probe = [("a", text) for text in TEXTS]
     assert choose_library("auto", spec_of(llama3_like()), probe)[0] == "fastokens"
     assert choose_library("tokenizers", spec_of(llama3_like()), [])[0] == "tokenizers"

@@ -31,27 +31,20 @@ def test_the_worked_example() -> None:
         assert account["weighted"] == pytest.approx(np.array([0.72, 0.09, 0.09, 0.06, 0.02, 0.02])[ids].sum())
         assert all(entry["reached"] >= entry["asked"] - 1e-9 for entry in account["held"])
         assert any("on the counted text itself" in warning for warning in ranked.warnings)
-
-
-def test_forced_ids_stay_and_count_for_the_floors() -> None:
+    # Forced ids stay, and count for the floors.
     assert rank_vocabulary(TWO, 3, forced=[5], floors={"zh": 0.8}).target_ids.tolist() == [5, 0, 3]
 
 
-def test_ids_beyond_the_target_are_no_way_to_hold_a_floor() -> None:
+def test_a_size_that_is_too_small_is_refused_with_one_that_would_do() -> None:
+    # Ids beyond the target are no way to hold a floor.
     with raises_with(UsageError, "--floor", "no size does", "zh 60.00% (floor 90.00%)"):
         rank_vocabulary(TWO, 4, forced=[], target_vocab=5, floors={"zh": 0.9})
-
-
-def test_a_size_that_is_too_small_is_refused_with_one_that_would_do() -> None:
     counts = TokenCounts((source([4] * 100 + [0] * 200, name="en"), source([0] * 100 + [2] * 200, name="zh")), None)
     # Without floors, 64 ids of the first source.
     with raises_with(UsageError, "--floor", "64 ids", "128 would do", "en 64.00% (floor 60.00%)", "zh 0.00%"):
         rank_vocabulary(counts, 64, forced=[], floors={"en": 0.6, "zh": 0.3})
     assert rank_vocabulary(counts, 128, forced=[], floors={"en": 0.6, "zh": 0.3}).size == 128
-
-
-def test_a_longer_beginning_of_the_ranking_that_holds_the_floors_would_do() -> None:
-    """Held-out text of 65 common ids, and a floor that all of its counted text, 300 ids, would need."""
+    # Held-out text of 65 common ids, and a floor that all of its counted text, 300 ids, would need.
     counts = TokenCounts((source([9] * 65 + [1] * 235, [list(range(65))]),), None)
     with raises_with(UsageError, "--floor", "128 would do"):
         rank_vocabulary(counts, 64, forced=[], floors={"text": 1.0})

@@ -96,6 +96,9 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
     again = run(*arguments, out, "--force", "--no-progress")
     assert (again.out.splitlines()[-1], "100%" in again.err) == (f"wrote {out}", False)
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
+    counted = run("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "-o", tmp_path / "a.counts")
+    assert counted.out.splitlines()[0].endswith("; documents without a token: 1")
 
 
 def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path: Path) -> None:
@@ -112,12 +115,6 @@ def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path
         refused = run(*arguments, option, wrong)
         assert refused.code == 2
         assert option in refused.err
-
-
-def test_documents_without_a_token_are_told(run, files: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
-    counted = run("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "-o", tmp_path / "a.counts")
-    assert counted.out.splitlines()[0].endswith("; documents without a token: 1")
 
 
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
@@ -235,9 +232,6 @@ def test_exit_codes(run) -> None:
         assert done.code == code
         assert done.err.lstrip("\n").startswith(message)
         assert "Traceback" not in done.err
-
-
-def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
     with pytest.raises(RuntimeError, match="oops"):
         common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)

@@ -17,9 +17,6 @@ def test_rows_and_ranks_of_the_worked_example() -> None:
     assert vocab.prefix(2).target_ids.tolist() == [2, 9]
     assert vocab.prefix(2).num_forced == 1
     assert vocab.prefix(4) is vocab
-
-
-def test_no_prefix_of_a_size_that_there_is_not() -> None:
     for vocab, size in ((make(forced=2), 1), (make(forced=2), 5), (make(ranked=False), 3), (make(forced=0), 0)):
         with pytest.raises(UsageError, match=f"vocabulary of {size} "):
             vocab.prefix(size)

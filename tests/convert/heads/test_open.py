@@ -248,20 +248,17 @@ def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, 
     assert [warning.startswith(f"{other}: not read") for warning in open_head(head).warnings] == [True]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+@pytest.mark.parametrize("write", [write_eagle3, write_eagle1, write_dflash])
+def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write):
+    for changes, said in (
         ({"residual_multiplier": 0.22, "logit_scale": 1}, "residual_multiplier = 0.22:"),
         ({"attention_multiplier": 1.0}, "attention_multiplier = 1.0:"),
         ({"scale_emb": 10**400}, "scale_emb = 1000"),
         ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, "scale_emb = 12, attn_logit_softcapping = 50.0:"),
         ({"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]:"),
-    ],
-)
-@pytest.mark.parametrize("write", [write_eagle3, write_eagle1, write_dflash])
-def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write, changes, said):
-    (warning,) = open_head(write(tmp_path / "head", **changes)).warnings
-    assert warning.startswith(said)
+    ):
+        (warning,) = open_head(write(tmp_path / "head", **changes)).warnings
+        assert warning.startswith(said)
 
 
 ATTENTION = "midlayer.self_attn"
@@ -424,10 +421,8 @@ def test_null_quantisation_file_is_no_quantisation(tmp_path):
         open_head(folder)
 
 
-@pytest.mark.parametrize(
-    ("t2d", "form", "doubted"), [(False, "auto", True), (True, "auto", False), (False, "offset", False)]
-)
-def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path, t2d, form, doubted):
-    head = open_head(write_eagle3(tmp_path / "head", ids=np.arange(50), t2d=t2d), d2t_form=form)
-    assert head.draft_ids_to_target.tolist() == list(range(50))
-    assert any("whose map was never set" in warning for warning in head.warnings) == doubted
+def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path):
+    for t2d, form, doubted in ((False, "auto", True), (True, "auto", False), (False, "offset", False)):
+        head = open_head(write_eagle3(tmp_path / "head", ids=np.arange(50), t2d=t2d), d2t_form=form)
+        assert head.draft_ids_to_target.tolist() == list(range(50))
+        assert any("whose map was never set" in warning for warning in head.warnings) == doubted

@@ -76,15 +76,12 @@ def refused_alike(run, tmp_path, head, out):
     return said
 
 
-@pytest.mark.parametrize("length", [240, 300])
-def test_a_dry_run_refuses_a_name_that_is_too_long(run, tmp_path, length):
-    assert "too long" in refused_alike(run, tmp_path, write_eagle3(tmp_path / "head"), "n" * length)
-
-
-def test_a_dry_run_refuses_a_disk_without_room(run, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
+def test_a_dry_run_refuses_a_name_that_is_too_long_and_a_disk_without_room(run, tmp_path, monkeypatch):
+    head, usage = write_eagle3(tmp_path / "head"), namedtuple("usage", "total used free")
+    for length in (240, 300):
+        assert "too long" in refused_alike(run, tmp_path, head, "n" * length)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 5, 5))
-    assert "the disk has 5" in refused_alike(run, tmp_path, write_eagle3(tmp_path / "head"), "out")
+    assert "the disk has 5" in refused_alike(run, tmp_path, head, "out")
 
 
 def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, monkeypatch):

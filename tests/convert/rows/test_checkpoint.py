@@ -117,16 +117,13 @@ def test_flipped_bits_of_a_bin_are_found_by_its_checksums(tmp_path: Path) -> Non
         open_checkpoint(tmp_path)
 
 
-def test_a_bin_without_checksums(tmp_path: Path) -> None:
+def test_a_bin_without_checksums_and_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model.bin")
     finally:
         torch.serialization.set_crc32_options(True)
     assert open_checkpoint(tmp_path).tensor("a").tolist() == [0, 1, 2]
-
-
-def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(5, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     checkpoint = open_checkpoint(tmp_path)

@@ -248,8 +248,7 @@ def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
     assert shapes.shape_by_size(True, 1, 16_000, 4_000, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 9_000, every) is None
 
-
-def test_a_cpu_passes_over_few_rows() -> None:
+    # A CPU passes over few rows.
     def fixed(batch: int, tree: TreeConfig) -> shapes.Shape:
         return shapes.shape_by_size(False, batch, 16_000, 4_000, shapes.shapes_up_to(tree, shapes.ON_CPU))
 
