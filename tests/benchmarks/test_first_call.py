@@ -1,7 +1,5 @@
 """The first call: what was found beside what is wanted, of the rows that ran."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks import first_call

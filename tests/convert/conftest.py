@@ -1,11 +1,16 @@
 import pytest
-from support.heads import write_target
+from support.heads import write_eagle3, write_target
 from support.raising import exit_code
 
 
 @pytest.fixture
 def target(tmp_path):
     return write_target(tmp_path / "target")
+
+
+@pytest.fixture
+def head(tmp_path):
+    return write_eagle3(tmp_path / "head")
 
 
 @pytest.fixture

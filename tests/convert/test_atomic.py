@@ -20,9 +20,10 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def write(out: Path, text: str, **options: object) -> None:
-    with atomic_directory(out, **options) as folder:  # type: ignore[arg-type]
+def write(out, text, during=lambda: None, **options):
+    with atomic_directory(out, **options) as folder:
         (folder / "a").write_text(text)
+        during()
         (folder / "sub").mkdir()
         (folder / "sub" / "b").write_text(text)
 
@@ -75,14 +76,12 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_errors_and_interrupts_leave_the_old(tmp_path: Path, error: type[BaseException]) -> None:
-    def broken_off() -> None:
-        with atomic_directory(tmp_path / "out", force=True) as folder:
-            (folder / "a").write_text("half")
-            raise error
+    def break_off() -> None:
+        raise error
 
     write(tmp_path / "out", "old")
     with pytest.raises(error):
-        broken_off()
+        write(tmp_path / "out", "half", break_off, force=True)
     assert tree(tmp_path) == {"out/a": "old", "out/sub/b": "old"}
     assert os.listdir(tmp_path) == ["out"]
 
@@ -198,12 +197,10 @@ def test_a_writer_that_waits_for_another(tmp_path: Path, fails: bool) -> None:
 def test_what_comes_to_the_name_meanwhile_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def overtaken() -> None:
-        with atomic_directory(out) as folder:
-            (folder / "a").write_text("ours")
-            out.mkdir()
-            (out / "theirs").write_text("theirs")
+    def overtake() -> None:
+        out.mkdir()
+        (out / "theirs").write_text("theirs")
 
     with pytest.raises(OutputExistsError):
-        overtaken()
+        write(out, "ours", overtake)
     assert tree(tmp_path) == {"out/theirs": "theirs"}

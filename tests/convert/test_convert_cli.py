@@ -14,11 +14,6 @@ from support.small_tokenizers import byte_level_bpe, write_folder
 
 
 @pytest.fixture
-def head(tmp_path):
-    return write_eagle3(tmp_path / "head")
-
-
-@pytest.fixture
 def token_map(tmp_path):
     return write_freq(tmp_path / "freq.pt", [2, 0, 1, 300, 17, 44, 4, 359, 100, 9])
 

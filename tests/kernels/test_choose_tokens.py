@@ -25,6 +25,7 @@ from support.sweeps import sweep
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 SLOW = pytest.mark.slow
+WIDE_TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
 
 
 def rules_of(config: SamplingConfig) -> ChoiceRules:
@@ -37,14 +38,12 @@ def _stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
-PUBLISHED = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
-"""The first outputs of SplitMix64 seeded with 0, as its authors' programs print them."""
-
-
 def test_noise_by_hand() -> None:
     """v = 0.8833, 0.4315, 0.0264, 0.9709; -ln(1 - v) = 2.1482, 0.5648, 0.0268, 3.5364."""
     ids = torch.arange(4)
-    assert tuple(int(bits) for bits in splitmix(0, ids)) == PUBLISHED
+    # The first outputs of SplitMix64 seeded with 0, as its authors' programs print them.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert splitmix(0, ids).tolist() == published
     exponential = torch.tensor([2.1482, 0.5648, 0.0268, 3.5364])
     torch.testing.assert_close(exponentials(0, ids).float(), exponential, atol=1e-4, rtol=0)
     noise = token_noise_ref(0, ids) / 2**24
@@ -148,12 +147,10 @@ def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: 
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(
-    ("vocab", "tile", "capacity"),
-    [(33, 32, 8), pytest.param(1000, 512, 0, marks=SLOW), pytest.param(1025, 512, 100, marks=SLOW)],
-)
-def test_kernels_equal_the_twin(vocab: int, tile: int, capacity: int, name: str, device: str) -> None:
+@pytest.mark.parametrize("sizes", sweep([(33, 32, 8), (1000, 512, 0), (1025, 512, 100)], (33, 32, 8)))
+def test_kernels_equal_the_twin(sizes: tuple[int, int, int], name: str, device: str) -> None:
     """Whether the searches list what is left at once, late, or never."""
+    vocab, tile, capacity = sizes
     dtypes = {33: torch.float32, 1000: torch.bfloat16, 1025: torch.float16}
     case = random_case(vocab, parents=[-1, 0, 0, 1], dtype=dtypes[vocab], device=device)
     case.logits[:6] = extreme_rows(vocab)
@@ -281,9 +278,6 @@ def test_logits_in_float64_and_vocabularies_beyond_int64_sums_are_refused() -> N
         case.logits = logits
         with raises_with(UsageError, "logits"):
             case.choose(GREEDY)
-
-
-WIDE_TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
 
 
 @pytest.mark.gpu

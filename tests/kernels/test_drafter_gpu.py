@@ -57,10 +57,6 @@ def test_batches(slots: int, tree: tuple[int, int, int], kind: str, weight_dtype
     assert_agrees(draft(head, tree, prefixes, num_new, active, weight_dtype))
 
 
-WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
-"""Llama-3.1-405B's, with fewer token ids."""
-
-
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -68,7 +64,8 @@ WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
         (MODELS["llama-3.1-8b"], {}),
         (MODELS["llama-3.1-8b"], {**OPTIONS["each tap normed"], "sliding_window": 200}),
         (MODELS["llama-3.1-8b"], {**OPTIONS["all taps normed"], "sliding_window": 3}),
-        (WIDEST, {"norm_before_residual": True}),
+        # Llama-3.1-405B's, with fewer token ids.
+        (Dims(16384, 53248, 128, 8, 128, 32000), {"norm_before_residual": True}),
     ],
     ids=["llama-3.1-8b", "llama-3.1-8b, each tap normed", "llama-3.1-8b, all taps normed", "16,384 wide"],
 )

@@ -152,8 +152,6 @@ CASES = [
     (192, (4, 2, 16), 72, False),
     (4096, (32, 8, 128), 14336, False),
 ]
-
-
 TWINS = {(torch.float32, ""): [THIRTY_TWO[-1]], (torch.float16, ""): [ONE_PROGRAM, BULK]}
 TWINS |= {(dtype, "by row"): [FP8_BY_ROW[-1]] for dtype in (torch.float16, torch.bfloat16)}
 TWINS |= {(dtype, "by blocks"): [FP8[-1]] for dtype in (torch.float16, torch.bfloat16)}

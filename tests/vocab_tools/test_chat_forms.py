@@ -28,10 +28,12 @@ def counted(template: str, tokens: str, messages: Messages, eos: str | None = No
     return [("+" if piece.is_apart else "") + piece.text[piece.header_chars :] for piece in pieces]
 
 
+ASK = "{% if add_generation_prompt %}"
+
+
 def chat(turn: str, prompt: str, begin: str = "") -> str:
     """A template that writes a turn for each message, and a generation prompt where one is asked for."""
-    asked = f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}" if prompt else ""
-    return f"{begin}{{% for m in messages %}}{turn}{{% endfor %}}{asked}"
+    return begin + "{% for m in messages %}" + turn + "{% endfor %}" + (ASK + prompt + "{% endif %}" if prompt else "")
 
 
 CHATML = chat(
@@ -44,21 +46,21 @@ CHATML = chat(
 CHATML_TOKENS = "<|im_start|> <call> </call> <|im_end|>"
 
 TEXT, SAID, THOUGHT = {"type": "text", "text": "ωω"}, ["ωω<|im_end|>"], ["ωω<|im_end|>", "+κκ"]
-CALLED = '<call>λ {"v": "μμμ"}</call><|im_end|>'
+WRITTEN = '<call>λ {"v": "μμμ"}</call><|im_end|>'
 PLACES = {
     "text of the Responses API": (says([{"type": "output_text", "text": "ωω"}]), SAID),
     "a part without a type": (says([{"text": "ωω"}]), SAID),
     "a list of strings": (says(["ω", "ω"]), ["ω\nω<|im_end|>"]),
     "Gemini's parts": ({"role": "model", "parts": [{"text": "ωω"}]}, SAID),
-    "Gemini's call": ({"role": "model", "parts": [{"functionCall": {"name": "λ", "args": {"v": "μμμ"}}}]}, [CALLED]),
+    "Gemini's call": ({"role": "model", "parts": [{"functionCall": {"name": "λ", "args": {"v": "μμμ"}}}]}, [WRITTEN]),
     "a thought as a part": (says([{"type": "thinking", "thinking": "κκ"}, TEXT]), THOUGHT),
     "a thought in parts": (says([{"type": "thinking", "thinking": [{"type": "text", "text": "κκ"}]}, TEXT]), THOUGHT),
     "reasoning details": (says("ωω", reasoning_details=[{"type": "reasoning.text", "text": "κκ"}]), THOUGHT),
     "a call as a part": (
         says([TEXT, {"type": "tool_use", "id": "t", "name": "λ", "input": {"v": "μμμ"}}]),
-        [f"ωω{CALLED}"],
+        [f"ωω{WRITTEN}"],
     ),
-    "LangChain's calls": (says("", tool_calls=[{"name": "λ", "args": {"v": "μμμ"}, "type": "tool_call"}]), [CALLED]),
+    "LangChain's calls": (says("", tool_calls=[{"name": "λ", "args": {"v": "μμμ"}, "type": "tool_call"}]), [WRITTEN]),
     "a refusal": (says(None, refusal="ωω"), SAID),
     "a refusal as a part": (says([{"type": "refusal", "refusal": "ωω"}]), SAID),
     "what was said aloud": (says(None, audio={"id": "a", "transcript": "ωω"}), SAID),
@@ -158,23 +160,25 @@ def test_a_turn_ends_with_the_last_token_that_is_written_for_it(template, tokens
     assert counted(template, tokens, [USER, says("A"), USER, says("ω")]) == expected
 
 
-HARMONY = chat(
-    "{% if m.role == 'assistant' %}{% if m.thinking and (not ns.final or loop.last) %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}"
-    "<|start|>assistant to={{ m.tool_calls[0].function.name }}<|channel|>commentary<|message|>"
-    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final<|message|>"
-    "{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}",
-    "<|start|>assistant",
+HARMONY = (
     "{% set ns = namespace(final=false) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
-    "{% set ns.final = true %}{% endif %}{% endfor %}",
+    "{% set ns.final = true %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.thinking and (not ns.final or loop.last) %}<|start|>assistant<|channel|>analysis"
+    "<|message|>{{ m.thinking }}"
+    "<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to={{ m.tool_calls[0].function.name }}"
+    "<|channel|>commentary"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    + ASK
+    + "<|start|>assistant{% endif %}"
 )
 
 
 def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped() -> None:
     tokens = "<|start|> <|channel|> <|message|> <|end|> <|call|> <|return|>"
-    first, last = says(None, tool_calls=[CALL], reasoning_content="κκ"), says("ωω", reasoning_content="κ")
-    assert counted(HARMONY, tokens, [USER, first, RESULT, last]) == [
+    chat = [USER, says(None, tool_calls=[CALL], reasoning_content="κκ"), RESULT, says("ωω", reasoning_content="κ")]
+    assert counted(HARMONY, tokens, chat) == [
         "<|channel|>analysis<|message|>κκ<|end|><|start|>assistant to=λ<|channel|>commentary<|message|>"
         '{"v": "μμμ"}<|call|>',
         "<|channel|>analysis<|message|>κ<|end|><|start|>assistant<|channel|>final<|message|>ωω<|return|>",

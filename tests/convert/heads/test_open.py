@@ -1,5 +1,6 @@
 """Opening heads: every spelling is one head, and what is not such a head is refused by name."""
 
+import itertools
 import json
 
 import numpy as np
@@ -53,14 +54,12 @@ def test_a_null_outside_gives_way_to_the_value_inside(tmp_path):
     assert {key: head.config[key] for key in inside} == inside
 
 
-@pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ascending", [True, False])
-@pytest.mark.parametrize("t2d", [True, False])
-def test_maps_of_both_widths_sorted_or_not(tmp_path, d2t_dtype, ascending, t2d):
-    ids = trained_ids(ascending=ascending)
-    head = open_head(write_eagle3(tmp_path / "head", ids=ids, d2t_dtype=d2t_dtype, t2d=t2d))
-    assert head.draft_ids_to_target.tolist() == ids.tolist()
-    assert any("ascending" in warning for warning in head.warnings) == (not ascending)
+def test_maps_of_both_widths_sorted_or_not(tmp_path):
+    for d2t_dtype, ascending, t2d in itertools.product((torch.int32, torch.int64), (True, False), (True, False)):
+        ids = trained_ids(ascending=ascending)
+        head = open_head(write_eagle3(tmp_path / "head", ids=ids, d2t_dtype=d2t_dtype, t2d=t2d))
+        assert head.draft_ids_to_target.tolist() == ids.tolist()
+        assert any("ascending" in warning for warning in head.warnings) == (not ascending)
 
 
 def test_absolute_map_is_refused_unless_said(tmp_path):
@@ -96,6 +95,8 @@ def test_last_hidden_state_only(tmp_path):
     assert head.tap_layers == ()
 
 
+ATTENTION = "midlayer.self_attn"
+Q_BIAS = {f"{ATTENTION}.q_proj.bias": heads.random((HIDDEN,), 1)}
 PLAIN_ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SECTIONS = {"rope_type": "default", "mrope_section": [16, 24, 24]}
@@ -248,21 +249,20 @@ def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, 
     assert [warning.startswith(f"{other}: not read") for warning in open_head(head).warnings] == [True]
 
 
-@pytest.mark.parametrize("write", [write_eagle3, write_eagle1, write_dflash])
-def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write):
-    for changes, said in (
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
         ({"residual_multiplier": 0.22, "logit_scale": 1}, "residual_multiplier = 0.22:"),
         ({"attention_multiplier": 1.0}, "attention_multiplier = 1.0:"),
         ({"scale_emb": 10**400}, "scale_emb = 1000"),
         ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, "scale_emb = 12, attn_logit_softcapping = 50.0:"),
         ({"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]:"),
-    ):
-        (warning,) = open_head(write(tmp_path / "head", **changes)).warnings
-        assert warning.startswith(said)
-
-
-ATTENTION = "midlayer.self_attn"
-Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
+    ],
+)
+@pytest.mark.parametrize("write", [write_eagle3, write_eagle1, write_dflash])
+def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write, changes, said):
+    (warning,) = open_head(write(tmp_path / "head", **changes)).warnings
+    assert warning.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ from support.tampering import change_manifest
 from support.token_counts import source as source_counts
 from support.token_counts import token_counts
 
+RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
+PADDED, UNFORCED = [*range(300), TOKENS + 3, VOCAB - 1], [0, 1, *range(100, 340)]
+
 
 def target_ids(tensors) -> np.ndarray:
     return (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy()
-
-
-RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
 
 
 def audited(tmp_path, head, target=None):
@@ -119,9 +119,6 @@ def test_same_size_normalises_and_more_is_refused(tmp_path):
         convert(head, draft_vocab="full", out=tmp_path / "full")
     assert not (tmp_path / "more").exists()
     assert not (tmp_path / "full").exists()
-
-
-PADDED, UNFORCED = [*range(300), TOKENS + 3, VOCAB - 1], [0, 1, *range(100, 340)]
 
 
 @pytest.mark.parametrize(("old", "words"), [(PADDED, "belong to no token"), (UNFORCED, "never trained")])
@@ -354,11 +351,10 @@ def test_eagle1_keeps_its_norms(tmp_path):
     assert any("raise ValueError with an EAGLE-1/2 head" in warning for warning in done.manifest.warnings)
 
 
-def test_counts_rank_and_coverage_is_measured(tmp_path, target):
+def test_counts_rank_and_coverage_is_measured(tmp_path, head, target):
     tokenizer = load_tokenizer(str(target))
     documents = [[300, 301, 302] * 20, [5, 290, 2]]
     counts = token_counts([token % 97 for token in range(TOKENS)], documents, tokenizer.tokenizer_hash)
-    head = write_eagle3(tmp_path / "head")
     request = VocabRequest(counts=(counts,))
     done = convert_all(head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many")
     assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
@@ -377,8 +373,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
 
 
-def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_counts_of_another_tokenizer_are_refused(tmp_path, head, target):
     other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
     with pytest.raises(TokenizerError):
         convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
@@ -451,8 +446,7 @@ def test_nan_rows_and_tensors_are_refused(tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_sizes_that_do_not_fit(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_sizes_that_do_not_fit(tmp_path, head, target):
     source = parse_source(f"chat={tmp_path / 'chats.jsonl'}")
     for arguments, words in (
         ({"draft_vocab": 100, "vocabulary": BY_ID}, r"of 100 was asked for: expected at least \d+ "),
@@ -474,8 +468,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, head, target):
     first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
     alone = convert(first.folder, draft_vocab=280, out=tmp_path / "alone")
     helped = convert(first.folder, draft_vocab=280, target=target, out=tmp_path / "helped")
@@ -503,8 +496,7 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
         convert(head, draft_vocab=280, vocabulary=ranks, target=other, out=tmp_path / "no")
 
 
-def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, head, target):
     first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
     named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
     change_manifest(first.folder, lambda manifest: manifest.update(target=named))
@@ -545,7 +537,7 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
         assert b"a-home" not in path.read_bytes(), path
 
 
-def test_defaults_are_named(tmp_path, target, monkeypatch):
+def test_defaults_are_named(tmp_path, head, target, monkeypatch):
     said = []
     monkeypatch.setattr("eagle_slim.convert.targets.model.known_target", lambda head: str(target))
     counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
@@ -555,7 +547,6 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
         asked.extend(sources)
         return counts
 
-    head = write_eagle3(tmp_path / "head")
     done = convert(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
     assert any("from the table of public heads" in line for line in said)
     assert any("ultrachat_200k (MIT" in line for line in said)
@@ -602,8 +593,7 @@ def test_weights_of_the_target_are_looked_at_before_text_is_counted(tmp_path, ta
         convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
 
-def test_force_replaces_an_artifact_and_nothing_else(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_force_replaces_an_artifact_and_nothing_else(tmp_path, head, target):
     options = {"draft_vocab": 300, "vocabulary": BY_ID, "target": target, "out": tmp_path / "slim", "force": True}
     convert(head, **options)
     convert(head, **options)
@@ -646,10 +636,9 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
 
 
-def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, target):
+def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, head, target):
     counts = [9 if token in range(300, 304) else 0 for token in range(TOKENS)]
     token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
-    head = write_eagle3(tmp_path / "head")
     arguments = (head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o")
     code, out, err = run(convert_command, *arguments)
     assert code == 0, err

@@ -84,7 +84,7 @@ def test_a_dry_run_refuses_a_name_that_is_too_long_and_a_disk_without_room(run, 
     assert "the disk has 5" in refused_alike(run, tmp_path, head, "out")
 
 
-def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, head, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total free")(10**12, 10**12))
 
     def full(path, plans):
@@ -92,13 +92,11 @@ def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_pat
 
     monkeypatch.setattr("eagle_slim.convert.pipeline.write_safetensors", full)
     by_map(tmp_path, RANKED)
-    head = write_eagle3(tmp_path / "head")
     code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", "freq.pt", "--out", "o")
     assert (code, "No space left" in err, ".eagle-slim-" in err) == (1, True, False)
 
 
-def test_odd_accounts_of_counts(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_odd_accounts_of_counts(tmp_path, head, target):
     counted = token_counts([1] * TOKENS, None, load_tokenizer(target).tokenizer_hash)
 
     def converted(out, provenance):

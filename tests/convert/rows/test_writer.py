@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
+
 
 def raw(tensor):
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -25,9 +27,6 @@ def short(dtype):
 def plan_of(name, tensor):
     shape, pieces = tuple(tensor.shape), np.array_split(raw(tensor), 2)
     return TensorPlan(name, short(tensor.dtype), shape, tensor.nbytes, lambda: iter(pieces))
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
 
 @settings(max_examples=25)

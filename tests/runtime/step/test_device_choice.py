@@ -14,15 +14,6 @@ from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = {"tree": TreeConfig(3, 3, 15)}
-
-
-@pytest.fixture
-def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose tokens as on a GPU, where the rules of the call allow it."""
-    of = CallRules.of
-    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
-
-
 OPTIONS = [
     {},
     {"temperature": 0.8, "seed": 3},
@@ -32,6 +23,13 @@ OPTIONS = [
     {"bad_words_ids": [[5], [6], [2], [18]], "suppress_tokens": [7], "eos_token_id": [2, 18]},
     {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
 ]
+
+
+@pytest.fixture
+def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose tokens as on a GPU, where the rules of the call allow it."""
+    of = CallRules.of
+    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
 
 
 @pytest.mark.parametrize("options", sweep(OPTIONS, OPTIONS[0], OPTIONS[2], OPTIONS[4]))

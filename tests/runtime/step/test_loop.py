@@ -1,9 +1,9 @@
 """Speculative output against the target's own: greedy, sampled, batched, on every kind of target and head."""
 
-import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, SpeculativeM
 from eagle_slim.runtime.drafter import reference
 from eagle_slim.runtime.step import plan, prefill
 from support.raising import raises
+from support.sweeps import sweep
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -28,6 +29,7 @@ TREES = {
     "deeper than the kernel's": {"tree": TreeConfig(17, 1, 19)},
     "fewer nodes than levels": {"tree": TreeConfig(6, 2, 3)},
 }
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
 PROMPTS = random_prompts([1, 2, 9, 17])
 NEW = 18
 DRAFT_IDS = [2, 3, 5, 7, 8, 11, 12, 14, 17, 19, 20, 23]
@@ -44,15 +46,9 @@ def the_targets_own(kind: str) -> list[list[int]]:
     return [plain_greedy(target, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"),
-    [
-        pytest.param(kind, tree, marks=() if kind == "llama" and tree in ("tree", "chain") else pytest.mark.slow)
-        for kind in ("llama", "qwen2", "qwen3", "mistral")
-        for tree in TREES
-    ],
-)
-def test_greedy_equals_the_targets_own(tmp_path: Path, kind: str, tree: str) -> None:
+@pytest.mark.parametrize("case", sweep(product(KINDS, TREES), ("llama", "tree"), ("llama", "chain")), ids="-".join)
+def test_greedy_equals_the_targets_own(tmp_path: Path, case: tuple[str, str]) -> None:
+    kind, tree = case
     model = build(tmp_path, kind, tree)
     passes = []
     for prompt, expected in zip(PROMPTS, the_targets_own(kind), strict=True):
@@ -116,7 +112,7 @@ def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         jobs = [
             pool.submit(one.generate, prompt, max_new_tokens=10, ignore_eos=True)
-            for one, prompt in itertools.product((model, other, model), PROMPTS)
+            for one, prompt in product((model, other, model), PROMPTS)
         ]
     assert [job.result().token_ids for job in jobs] == alone * 3
     assert model.config._attn_implementation == "sdpa"

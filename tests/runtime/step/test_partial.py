@@ -24,6 +24,8 @@ LONGEST = 1024
 TREE = {"tree": TreeConfig(3, 4, 12)}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
+KINDS = [f"{backend}, {how}" for backend in ("transformers", "fused") for how in ("greedy", "sampled")]
+LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,6 @@ def models(folder: Path) -> Any:
 def prompts(*lengths: int) -> list[list[int]]:
     draw = random.Random(sum(lengths))
     return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
-
-
-KINDS = [f"{backend}, {how}" for backend in ("transformers", "fused") for how in ("greedy", "sampled")]
 
 
 @pytest.mark.parametrize("kind", sweep(KINDS, "transformers, greedy", "fused, sampled"))
@@ -128,9 +127,6 @@ def test_what_is_refused_and_what_stays_full(models, run_ahead, folder):
     short = model.generate(given, partial_verification="exact", max_new_tokens=4)
     assert "every pass is full (20 tokens; runs ahead from 65,536)" in short.stats.path
     assert short.stats.num_partial_passes == 0
-
-
-LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 
 
 def test_the_part_holds_what_it_should(models: Any) -> None:

@@ -22,6 +22,7 @@ from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = TreeConfig(3, 4, 24)
+TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
 INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 PROMPTS = random_prompts([5, 9, 3, 14])
 
@@ -144,9 +145,6 @@ def chooser(times: dict[TreeConfig | None, float], learned: Acceptance | None = 
     return ShapeChooser(learned or Acceptance(), costs, tuple(times))
 
 
-TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
-
-
 def test_the_best_is_taken() -> None:
     for ranks, times, wanted in (
         # A larger tree accepts no more.
@@ -178,25 +176,16 @@ def test_a_shape_is_judged_by_the_best_children_of_its_own_steps() -> None:
     assert 1 < learned.gain(SHORT).tries < 2
 
 
-def test_a_probe_lasts_as_long_as_a_choice() -> None:
-    found = chooser(TIMES)
-    for _ in range(300):
-        found.see(found.next(1, 100, [0]), {0: []})
-    drafted = [found.next(1, 100, [0]) is not None for _ in range(2000)]
-    probes = [len([*steps]) for is_draft, steps in itertools.groupby(drafted[100:-100]) if is_draft]
-    assert len(probes) > 2
-    assert set(probes[1:-1]) == {3}
-
-
 def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again() -> None:
     found = chooser(TIMES)
     for _ in range(300):
         found.see(found.next(1, 100, [0]), {0: []})
-    drafted = 0
-    for _ in range(300):
-        shape = found.next(1, 100, [0])
-        drafted += shape is not None
-    assert 0 < drafted < 60
+    drafted = [found.next(1, 100, [0]) is not None for _ in range(2000)]
+    assert 0 < sum(drafted[:300]) < 60
+    # A probe lasts as long as a choice.
+    probes = [len([*steps]) for is_draft, steps in itertools.groupby(drafted[100:-100]) if is_draft]
+    assert len(probes) > 2
+    assert set(probes[1:-1]) == {3}
     for _ in range(1500):
         shape = found.next(1, 100, [0])
         found.see(shape, {0: [0] * (0 if shape is None else shape.depth + 1)})

@@ -1,7 +1,5 @@
 """Windows of drafts: the text of plain decoding, drafts as over all keys, less memory, and prompts taken up again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
