@@ -49,16 +49,6 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
                     )
 
 
-@pytest.mark.parametrize(
-    ("slots", "top_k", "rows"),
-    [(1, 1, 16), (2, 1, 32), (4, 1, 64), (4, 16, 64), (5, 3, 64), (16, 1, 64), (16, 4, 64), (16, 5, 128), (9, 10, 256)],
-)
-def test_rows_of_a_product_are_those_of_a_level(slots: int, top_k: int, rows: int) -> None:
-    """But for those up to 64 that cost nothing, and at most 16 of each sequence."""
-    cfg = draft_config(MODELS["smollm2-135m"], 32000, TreeConfig(1, top_k, 3), slots, 512)
-    assert launch_params.block_rows(cfg) == rows
-
-
 def test_groups_of_programs() -> None:
     """Llama-3.1-8B on 132 SMs: 4096 rows over 33 groups of 4 are 125, 6144 over 66 groups of 2 are 94."""
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)

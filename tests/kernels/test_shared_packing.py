@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,16 +19,16 @@ TREE = TreeConfig(2, 3, 8)
 
 
 @pytest.fixture
-def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    made: list[int] = []
-    pack = packing.pack_head
+def packings(monkeypatch):
+    """Draft vocabularies of the heads that have been packed."""
+    sizes, pack = list[int](), packing.pack_head
 
-    def counted(head: Any, *arguments: Any) -> Any:
-        made.append(head.draft_vocab)
+    def counted(head, *arguments):
+        sizes.append(head.draft_vocab)
         return pack(head, *arguments)
 
     monkeypatch.setattr(packing, "pack_head", counted)
-    return made
+    return sizes
 
 
 def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:

@@ -77,11 +77,8 @@ def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path)
     fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
     assert fewer.target_ids.max() == 279
     assert any("20,020 counted tokens have ids beyond" in warning for warning in fewer.warnings)
-
-
-def test_forced_ids_beyond_the_target_are_warned_about(tmp_path: Path) -> None:
-    # As with Gemma-3, whose last token lies outside the embedding rows of the text-only model.
-    tokenizer = load_tokenizer(write_folder(tmp_path / "t", with_reserved(byte_level_bpe(300), 1)))
+    # Forced ones are warned about: Gemma-3's last token lies outside the embedding rows of the text-only model.
+    tokenizer = load_tokenizer(write_folder(tmp_path / "g", with_reserved(byte_level_bpe(300), 1)))
     forced = forced_ids(tokenizer, extra=[300])
     ranked = rank_vocabulary(token_counts([1] * 301), tokenizer=tokenizer, forced=forced, target_vocab=300)
     assert 300 not in ranked.target_ids
@@ -98,9 +95,7 @@ def test_coverage_finds_the_smallest_size_on_the_held_out_part() -> None:
     assert account["measured_on"] == "held-out"
     assert account["reached"] == pytest.approx(1.0)
     assert rank_vocabulary(counts, coverage=0.901, forced=[]).provenance["size_from_coverage"]["smallest"] == 111
-
-
-def test_coverage_without_a_held_out_part_says_so() -> None:
+    # Without one it says so.
     found = rank_vocabulary(token_counts([80, 10, 6, 4, 0]), coverage=0.9, forced=[])
     account = found.provenance["size_from_coverage"]
     assert (account["asked"], account["measured_on"], account["smallest"]) == (0.9, "counted", 2)

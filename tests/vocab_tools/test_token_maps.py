@@ -58,15 +58,12 @@ def test_round_trip_in_any_row_order(given_map: tuple[list[int], int], dtype: ty
 
 
 def test_broken_maps() -> None:
-    for mask in ([True] * 6, MASK[:5], [2, 1, 0, 0, 1, 1]):
+    broken = [(OFFSETS, mask, "auto") for mask in ([True] * 6, MASK[:5], [2, 1, 0, 0, 1, 1])]
+    broken += [(OFFSETS, MASK, "absolute"), ([0, 0, 4], None, "absolute")]
+    broken += [(values, None, "auto") for values in ([4, 5, 7], np.zeros(0, np.int64), [0.5, 1.5], [[1, 2]])]
+    for d2t, t2d, form in broken:
         with pytest.raises(VocabularyError):
-            ids_from_d2t(OFFSETS, mask, target_vocab=6)
-    for d2t, t2d in ((OFFSETS, MASK), ([0, 0, 4], None)):
-        with pytest.raises(VocabularyError):
-            ids_from_d2t(d2t, t2d, "absolute", target_vocab=6)
-    for values in ([4, 5, 7], np.zeros(0, np.int64), [0.5, 1.5], [[1, 2]]):
-        with pytest.raises(VocabularyError):
-            ids_from_d2t(np.asarray(values), target_vocab=6)
+            ids_from_d2t(np.asarray(d2t), t2d, form, target_vocab=6)
 
 
 def make(ids: list[int] | None = None, target_vocab: int = 12) -> DraftVocab:
@@ -327,22 +324,20 @@ def test_export_refusals(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ok.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "vocab_size", "tied", "eos_ids"),
-    [
+def test_what_a_target_says_of_its_lm_head(tmp_path):
+    for config, generation, vocab_size, tied, eos_ids in (
         ({"vocab_size": 12, "tie_word_embeddings": True, "eos_token_id": 3}, None, 12, True, (3,)),
         ({"text_config": {"vocab_size": 12, "eos_token_id": 3}, "tie_word_embeddings": False}, {}, 12, False, (3,)),
         ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, {}, None, None, ()),
         ({"eos_token_id": [5, 3]}, {"eos_token_id": 9}, None, None, (3, 5, 9)),
         ({"vocab_size": "12", "eos_token_id": [None, 3, "4"]}, None, None, None, (3,)),
-    ],
-)
-def test_what_a_target_says_of_its_lm_head(tmp_path, config, generation, vocab_size, tied, eos_ids):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    found = read_target(str(tmp_path))
-    assert (found.vocab_size, found.tied, found.eos_ids) == (vocab_size, tied, eos_ids)
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        found = read_target(str(tmp_path))
+        assert (found.vocab_size, found.tied, found.eos_ids) == (vocab_size, tied, eos_ids)
 
 
 def test_limits_of_a_loader_are_told_and_a_target_that_it_cannot_serve_is_refused(tmp_path: Path) -> None:

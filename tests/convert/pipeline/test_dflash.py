@@ -77,16 +77,13 @@ def test_dspark_in_speculators_form_is_cut_too(tmp_path: Path, target: Path) -> 
     assert failed(slim, head=draft, target=target) == []
 
 
-@pytest.mark.parametrize("is_tensor", [True, False])
-def test_the_audit_sees_what_was_changed(tmp_path: Path, target: Path, is_tensor: bool) -> None:
+def test_the_audit_sees_what_was_changed(tmp_path: Path, target: Path) -> None:
     draft = write_dflash(tmp_path / "draft", "dspark")
     slim = convert(draft, draft_vocab=300, target=target, out=tmp_path / "slim", vocabulary=BY_ID).folder
-    if is_tensor:
-        change_tensors(slim, lambda tensors: tensors.update({MARKOV: tensors[MARKOV].roll(1, 0)}))
-    else:
-        change_config(slim, lambda config: config.update(target_layer_ids=[1, 3, 4]))
-    expected = "tensors of the source head" if is_tensor else "tap layers in config"
-    assert expected in failed(slim, head=draft, target=target)
+    change_config(slim, lambda config: config.update(target_layer_ids=[1, 3, 4]))
+    assert "tap layers in config" in failed(slim, head=draft, target=target)
+    change_tensors(slim, lambda tensors: tensors.update({MARKOV: tensors[MARKOV].roll(1, 0)}))
+    assert "tensors of the source head" in failed(slim, head=draft, target=target)
 
 
 def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path) -> None:

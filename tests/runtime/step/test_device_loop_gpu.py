@@ -216,43 +216,39 @@ def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(step.draft_s > 0 < step.verify_s for step in phases.stats.steps)
 
 
-def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    captures, capture = list[None](), graphs.GraphPool.capture
-
-    def counted(pool: graphs.GraphPool, run: graphs.Work) -> graphs.Work:
-        captures.append(None)
-        return capture(pool, run)
-
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Counts the graphs that are captured."""
+    counted = mock.create_autospec(graphs.GraphPool.capture, side_effect=graphs.GraphPool.capture)
     monkeypatch.setattr(graphs.GraphPool, "capture", counted)
-    return captures
+    return counted
 
 
-def test_after_warming_up_a_call_captures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_warming_up_a_call_captures_nothing(tmp_path, monkeypatch, captures):
     model, prompts = pair(tmp_path, "llama")
-    built, captures = watch_decoders(monkeypatch), count_captures(monkeypatch)
+    built = watch_decoders(monkeypatch)
     options = {"temperature": 0.8, "top_p": 0.9}
     first = model.warmup(4, 300, **options)
-    assert first.num_graphs == len(captures) == 5
+    assert first.num_graphs == captures.call_count == 5
     assert first.capture_s > 0 < first.compile_s
     assert first.cache_bytes > 0
     assert model.warmup(4, 300, **options).num_graphs == 0
     output = model.generate(prompts[:4], max_new_tokens=20, **options)
     assert built.count == 1
-    assert len(captures) == 5
+    assert captures.call_count == 5
     assert output.stats.graph_bytes == first.graph_bytes
     assert output.stats.cache_bytes == first.cache_bytes
     assert model.warmup(4, 300, speculative=False).num_graphs == 5
 
 
-def test_partial_verification_is_warmed_up_too(tmp_path, monkeypatch, run_ahead):
+def test_partial_verification_is_warmed_up_too(tmp_path, captures, run_ahead):
     model, _ = pair(tmp_path, "llama")
-    captures = count_captures(monkeypatch)
     run_ahead(num_blocks=1)
-    assert model.warmup(1, 300, partial_verification="exact").num_graphs == len(captures) == 3
+    assert model.warmup(1, 300, partial_verification="exact").num_graphs == captures.call_count == 3
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     found = model.generate(random_prompts([100]), partial_verification="exact", **options)
     assert found.stats.num_partial_passes > 0
-    assert len(captures) == 3
+    assert captures.call_count == 3
 
 
 def test_memory_after_300_calls_is_that_after_30(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
