@@ -4,8 +4,6 @@ import json
 import os
 import struct
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +13,14 @@ from eagle_slim.convert.rows import checkpoint as checkpoint_module
 from eagle_slim.convert.rows.files import choose_weights
 from eagle_slim.convert.targets.matrix import find_lm_head, open_local_lm_head, ties_embedding
 from safetensors.torch import save_file
-from support.heads import Container, write_tensors
+from support.heads import write_tensors
 from support.raising import raises_with
 from support.tampering import Attack
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool]
 
 
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def random_bits(shape, dtype, seed=0):
     """Every bit pattern, NaN and infinity among them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
@@ -31,21 +29,21 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
+def write_index(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: Container) -> None:
+def test_every_dtype_is_read_bit_for_bit(tmp_path, dtype, suffix):
     shapes = {"matrix": (37, 5), "cube": (4, 3, 2), "vector": (9,), "empty": (0, 4)}
     tensors = {name: random_bits(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
     tensors["scalar"] = random_bits((1,), dtype, 4)[0]
@@ -75,7 +73,7 @@ def test_pieces_are_the_tensor(tmp_path, monkeypatch, shape, suffix):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_views_and_shared_storages_in_a_bin_of_any_pickle_protocol(tmp_path: Path, protocol: int) -> None:
+def test_views_and_shared_storages_in_a_bin_of_any_pickle_protocol(tmp_path, protocol):
     """Names that are also names of classes, too, and more tensors than one byte counts."""
     base = torch.arange(24.0).reshape(6, 4)
     tensors = {"torch": base, "OrderedDict": base.t(), "ü": base[2:4].bfloat16()}
@@ -93,7 +91,7 @@ def test_views_and_shared_storages_in_a_bin_of_any_pickle_protocol(tmp_path: Pat
     assert torch.equal(checkpoint.tensor("shared"), base)
 
 
-def test_flipped_bits_of_a_bin_are_found_by_its_checksums(tmp_path: Path) -> None:
+def test_flipped_bits_of_a_bin_are_found_by_its_checksums(tmp_path):
     path, tensor = tmp_path / "pytorch_model.bin", torch.arange(1000.0)
     torch.save({"a": tensor}, path)
     content, wrong = path.read_bytes(), []
@@ -108,7 +106,7 @@ def test_flipped_bits_of_a_bin_are_found_by_its_checksums(tmp_path: Path) -> Non
         open_checkpoint(tmp_path)
 
 
-def test_a_bin_without_checksums_and_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
+def test_a_bin_without_checksums_and_as_torch_wrote_it_before_1_6(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model.bin")
@@ -122,7 +120,7 @@ def test_a_bin_without_checksums_and_as_torch_wrote_it_before_1_6(tmp_path: Path
     assert torch.equal(checkpoint.tensor("b"), tensors["b"])
 
 
-def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
+def test_sharded_and_only_the_needed_shards(tmp_path):
     one, two = {"a": torch.ones(2), "b": torch.zeros(3)}, {"lm_head.weight": torch.randn(4, 2)}
     shards = {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two}
     for name, tensors in shards.items():
@@ -147,7 +145,7 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     assert torch.equal(open_checkpoint(tmp_path).tensor("lm_head.weight"), two["lm_head.weight"])
 
 
-def test_choice_of_weights() -> None:
+def test_choice_of_weights():
     for names, chosen in (
         (["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"], "model.safetensors"),
         (["pytorch_model.bin", "model.safetensors.index.json"], "model.safetensors.index.json"),
@@ -161,7 +159,7 @@ def test_choice_of_weights() -> None:
         assert (".index.json too" in str(caught.value)) == any("-of-" in name for name in none)
 
 
-def test_lm_head_names() -> None:
+def test_lm_head_names():
     assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == "lm_head.weight"
     assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == "model.embed_tokens.weight"
     name = "language_model.model.embed_tokens.weight"
@@ -177,7 +175,7 @@ def test_lm_head_names() -> None:
         assert find_lm_head(["model.embed_tokens.weight", other], "t", tied=True) == "model.embed_tokens.weight"
 
 
-def test_whether_a_target_ties_its_lm_head(tmp_path: Path) -> None:
+def test_whether_a_target_ties_its_lm_head(tmp_path):
     assert ties_embedding(tmp_path) is None
     for config, tied in (
         ("{}", None),
@@ -192,7 +190,7 @@ def test_whether_a_target_ties_its_lm_head(tmp_path: Path) -> None:
         assert ties_embedding(tmp_path) is tied
 
 
-def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> None:
+def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path):
     names = ["lm_head.weight", "model.embed_tokens.weight"]
     assert find_lm_head(names[:1], "t", tied=True) == "lm_head.weight"
     embedding, other = torch.randn(5, 2), torch.randn(5, 2)
@@ -204,13 +202,13 @@ def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> 
         assert torch.equal(head.checkpoint.tensor(head.name), expected)
 
 
-def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
+def test_lm_head_of_integers_is_refused(tmp_path):
     save_file({"lm_head.weight": torch.ones(4, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with raises_with(CheckpointError, "lm_head.weight", "I8"):
         open_local_lm_head(tmp_path, "target")
 
 
-def test_damaged_files_are_refused_by_their_names(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_by_their_names(tmp_path):
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     truncated, huge = ({"a": entry | {"shape": shape}} for shape in ([2], [1 << 62, 1 << 62]))
     packed = [
@@ -232,7 +230,7 @@ def test_damaged_files_are_refused_by_their_names(tmp_path: Path) -> None:
                 open_checkpoint(tmp_path)
 
 
-def test_wrong_rows_and_names(tmp_path: Path) -> None:
+def test_wrong_rows_and_names(tmp_path):
     save_file({"a": torch.ones(3, 2), "scalar": torch.tensor(1.0)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     for ids, word in ([3], "row 3 was asked for, of 3"), ([-1], "row -1"):
@@ -242,7 +240,7 @@ def test_wrong_rows_and_names(tmp_path: Path) -> None:
         checkpoint.tensor("b")
 
 
-def test_not_a_file_or_folder(tmp_path: Path) -> None:
+def test_not_a_file_or_folder(tmp_path):
     with raises_with(CheckpointError, str(tmp_path / "nothing")):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "model.safetensors").mkdir()
@@ -253,7 +251,7 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_shard_names_that_lead_elsewhere(tmp_path: Path) -> None:
+def test_shard_names_that_lead_elsewhere(tmp_path):
     outside = ("../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "a\\b.safetensors")
     for shard in (*outside, "", ".", "x\0.safetensors", "config.json", 7, None, ["x.safetensors"]):
         save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
@@ -262,7 +260,7 @@ def test_shard_names_that_lead_elsewhere(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
-def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path) -> None:
+def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     one_too_many = '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}'
     for text in ("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":', one_too_many):
@@ -272,7 +270,7 @@ def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, protocol):
     proof, path = tmp_path / "was-run", tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.ones(1), "b": Attack(proof)}, path, pickle_protocol=protocol)
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: refused.*would call .*system") as caught:
@@ -281,7 +279,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
     assert not proof.exists()
 
 
-def test_pickles_of_other_things(tmp_path: Path) -> None:
+def test_pickles_of_other_things(tmp_path):
     for value, words in (
         ([torch.ones(1)], ["list"]),
         ({}, ["dict"]),

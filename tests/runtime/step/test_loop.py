@@ -4,15 +4,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, SpeculativeModel, TreeConfig, UsageError
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, UsageError
 from eagle_slim.runtime.drafter import reference
 from eagle_slim.runtime.step import plan, prefill
 from support.raising import raises
@@ -35,19 +33,19 @@ NEW = 18
 DRAFT_IDS = [2, 3, 5, 7, 8, 11, 12, 14, 17, 19, 20, 23]
 
 
-def build(tmp_path: Path, kind: str = "llama", tree: str = "tree", head: dict[str, Any] | None = None, **options: Any):
+def build(tmp_path, kind="llama", tree="tree", head=None, **options):
     folder = write_head(tmp_path / "head", **(head or {}))
     return SpeculativeModel.from_pretrained(tiny_target(kind), folder, **TREES[tree], **options)
 
 
 @cache
-def the_targets_own(kind: str) -> list[list[int]]:
+def the_targets_own(kind):
     target = tiny_target(kind)
     return [plain_greedy(target, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("case", sweep(product(KINDS, TREES), ("llama", "tree"), ("llama", "chain")), ids="-".join)
-def test_greedy_equals_the_targets_own(tmp_path: Path, case: tuple[str, str]) -> None:
+def test_greedy_equals_the_targets_own(tmp_path, case):
     kind, tree = case
     model = build(tmp_path, kind, tree)
     passes = []
@@ -62,13 +60,13 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, case: tuple[str, str]) ->
         assert max(map(len, PROMPTS)) > WINDOW
 
 
-def test_two_taps_one_of_them_after_the_last_layer(tmp_path: Path) -> None:
+def test_two_taps_one_of_them_after_the_last_layer(tmp_path):
     model = build(tmp_path, head={"taps": 2, "eagle_aux_hidden_state_layer_ids": [1, 4]})
     assert model.generate(PROMPTS, max_new_tokens=NEW).token_ids == the_targets_own("llama")
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str) -> None:
+def test_a_batch_equals_its_prompts_alone(tmp_path, kind):
     model = build(tmp_path, kind)
     together = model.generate(PROMPTS, max_new_tokens=20)
     two_slots = model.generate(PROMPTS, max_new_tokens=20, max_slots=2)
@@ -80,7 +78,7 @@ def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str) -> None:
     assert together.stats.num_passes == sum(output.stats.num_passes for output in alone)
 
 
-def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
+def test_prompts_in_every_form_that_tokenizers_return(tmp_path):
     model = build(tmp_path)
     prompts = random_prompts([3, 5])
     padded, mask = [[0, 0, *prompts[0]], prompts[1]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -104,7 +102,7 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         assert [list(result.prompt_ids) for result in found.results] == expected, given
 
 
-def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
+def test_threads_take_turns_with_a_target(tmp_path):
     model = build(tmp_path)
     head = write_head(tmp_path / "other", kind="eagle")
     other = SpeculativeModel.from_pretrained(model.target.model, head, **TREES["chain"])
@@ -118,7 +116,7 @@ def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
+def test_a_streamer_that_generates_is_refused(tmp_path):
     model = build(tmp_path)
     streamer = mock.Mock()
     streamer.put.side_effect = lambda value: value.dim() == 1 and model.generate(PROMPTS[1], max_new_tokens=2)
@@ -129,7 +127,7 @@ def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
     assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
 
 
-def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_in_chunks_gives_the_same(tmp_path, monkeypatch):
     model = build(tmp_path, "mistral")
     prompt = random_prompts([50], seed=3)[0]
     whole = model.generate(prompt, max_new_tokens=12)
@@ -138,7 +136,7 @@ def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pyt
     assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
 
 
-def test_who_ran_is_counted(tmp_path: Path) -> None:
+def test_who_ran_is_counted(tmp_path):
     model = build(tmp_path)
     # A prompt's forward gives the first token, each plain step one for every sequence: four steps of two, four of one.
     output = model.generate(PROMPTS[:3], max_new_tokens=5, max_slots=2, ignore_eos=True, speculative=False)
@@ -149,11 +147,11 @@ def test_who_ran_is_counted(tmp_path: Path) -> None:
     assert drafted.stats.finish_reasons == Counter(result.finish_reason for result in drafted.results)
 
 
-def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_drafted_from_is_never_computed_again(tmp_path, monkeypatch):
     """A draft computes the pairs of the last step's tokens and its own nodes; a prompt's pairs take no pass at all."""
     model, positions, layer = build(tmp_path), list[int](), reference.ReferenceDraft.layer
 
-    def counted(draft: Any, hidden: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(draft, hidden, tokens, *rest):
         positions.append(tokens.shape[1])
         return layer(draft, hidden, tokens, *rest)
 
@@ -166,11 +164,11 @@ def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypat
     assert sum(positions) == extended + output.stats.num_passes * tree.depth * tree.top_k
 
 
-def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:
+def test_a_drafter_of_the_callers_own(tmp_path):
     """It drafts from the buffers; what it drafts are target ids of the draft vocabulary."""
-    seen: set[int] = set()
+    seen = set()
 
-    def watched(cfg: DrafterConfig, features: torch.Tensor, head: HeadWeights, bufs: Buffers) -> None:
+    def watched(cfg, features, head, bufs):
         reference.draft_ref(cfg, features, head, bufs)
         seen.update(bufs.draft_tokens[0, 1:].tolist())
 
@@ -184,7 +182,7 @@ def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:
     assert max(seen) < VOCAB
 
 
-def test_what_the_draft_vocabulary_did_not_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_draft_vocabulary_did_not_hold_is_counted(tmp_path, monkeypatch):
     """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
     model = build(tmp_path, head={"draft_ids": DRAFT_IDS})
     output = model.generate(random_prompts([1, 9, 5, 2]), max_new_tokens=12, max_slots=2)

@@ -2,8 +2,6 @@
 
 import random
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
 from support.sweeps import sweep
 from support.tiny_models import VOCAB, tiny_target, write_head
-from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 LONGEST = 1024
@@ -29,21 +26,21 @@ LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_head(tmp_path_factory.mktemp("head"), max_position_embeddings=LONGEST)
 
 
 @pytest.fixture(scope="module")
-def models(folder: Path) -> Any:
+def models(folder):
     @cache
-    def build(kind: str = "llama", backend: str = "transformers") -> SpeculativeModel:
+    def build(kind="llama", backend="transformers"):
         target = tiny_target(kind, max_position_embeddings=LONGEST)
         return SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), folder, **TREE)
 
     return build
 
 
-def prompts(*lengths: int) -> list[list[int]]:
+def prompts(*lengths):
     draw = random.Random(sum(lengths))
     return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
@@ -70,7 +67,7 @@ def test_all_blocks_are_a_full_pass(models, run_ahead, kind):
 def test_exact_is_plain_decoding(models, run_ahead, kind, case):
     model = models(kind)
     given = prompts(500, 333, 65, 7) if case == "batch" else prompts(430 + len(case))
-    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": case not in ("ends", "batch")}
+    options = {"max_new_tokens": 24, "ignore_eos": case not in ("ends", "batch")}
     options |= SAMPLED if case in ("sampled", "batch") else {}
     options |= {"repetition_penalty": 1.3} if case == "penalty" else {}
     options |= {"max_slots": 2} if case == "batch" else {}
@@ -129,7 +126,7 @@ def test_what_is_refused_and_what_stays_full(models, run_ahead, folder):
     assert short.stats.num_partial_passes == 0
 
 
-def test_the_part_holds_what_it_should(models: Any) -> None:
+def test_the_part_holds_what_it_should(models):
     """Sinks, the best blocks of Quest's scores and the recent rows of every slot, each KV head its own, in order."""
     target, num_blocks = models("llama").target.runs, 3
     whole = KVCache.allocate(target, len(LENGTHS), LONGEST)
@@ -159,7 +156,7 @@ def test_the_part_holds_what_it_should(models: Any) -> None:
             assert torch.equal(values[layer, slot, head, : len(rows)], whole.stacks[0][1][layer, slot, head, rows])
 
 
-def best_blocks(keys: Tensor, queries: Tensor, recent: int, num_blocks: int) -> list[int]:
+def best_blocks(keys, queries, recent, num_blocks):
     """The first block, and of those before ``recent`` the best."""
     scores = {}
     for block in range(1, recent):
@@ -171,7 +168,7 @@ def best_blocks(keys: Tensor, queries: Tensor, recent: int, num_blocks: int) -> 
 
 
 @pytest.mark.parametrize("backend", ["transformers", "fused"])
-def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
+def test_queries_are_those_of_the_last_rows(models, backend):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     model, (prompt,) = models("llama", backend), prompts(100)
