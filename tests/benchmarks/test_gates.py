@@ -19,14 +19,9 @@ Values = dict[str, Any]
 SHAPE = {"draft_vocab": 60, "depth": 2, "nodes": 16}
 FULL: Values = {"name": "toy", **SHAPE, "top_k": 4, "sequences": 2, "prefix": 40, "threshold": 1.2}
 FULL |= {"accepted_length": 2.0, "partial_blocks": 0, "survival": 1.0}
-MICRO: Values = {
-    "model": "tiny",
-    **SHAPE,
-    "prefix": 20,
-    "accepted_length": 2,
-    "tolerances": {"draft": 0.1, "verify": 0.1},
-    "references": {"toy GPU": {"ratios": {"draft": 2.0, "verify": 1.5}}},
-}
+MICRO: Values = {"model": "tiny", **SHAPE, "prefix": 20, "accepted_length": 2}
+MICRO |= {"tolerances": {"draft": 0.1, "verify": 0.1}}
+MICRO |= {"references": {"toy GPU": {"ratios": {"draft": 2.0, "verify": 1.5}}}}
 GATES: Values = {"green_rounds": 3, "most_rounds": 6, "micro": MICRO, "full": [FULL, FULL | {"name": "second"}]}
 GREEN, RED = {"draft": 2.19, "verify": 1.5}, {"draft": 2.21, "verify": 1.5}
 

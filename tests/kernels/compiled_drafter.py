@@ -116,11 +116,8 @@ def assembler_report(ptx: str, chip: Chip, always_lists: bool = True) -> dict[st
         suffix = "a" if chip.capability >= 90 else ""
         command = [str(ptxas), "-v", f"-arch=sm_{chip.capability}{suffix}", str(path), "-o", str(binary)]
         report = _run(command).stderr
-        numbers = {
-            "registers": r"Used (\d+) registers",
-            "spill_bytes": r"(\d+) bytes spill stores",
-            "stack_bytes": r"(\d+) bytes stack frame",
-        }
+        numbers = {"registers": r"Used (\d+) registers", "spill_bytes": r"(\d+) bytes spill stores"}
+        numbers["stack_bytes"] = r"(\d+) bytes stack frame"
         found = {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
         is_listed = always_lists or found["spill_bytes"] + found["stack_bytes"] > 0
         sass = _run([str(ptxas.with_name("nvdisasm")), "-c", str(binary)]).stdout if is_listed else ""

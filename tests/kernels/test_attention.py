@@ -11,6 +11,7 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_r
 from eagle_slim.runtime.tree import Trees, layout_tree
 from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
+from support.sweeps import sweep
 
 SLOW = pytest.mark.slow
 SHARED = [attention.AttentionTiles(programs) for programs in (1, 2, 16)]
@@ -18,24 +19,16 @@ SHARED = [attention.AttentionTiles(programs) for programs in (1, 2, 16)]
 
 ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 3, 1, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
 FAR = (2, 2, 1, 16, [1700, 0, 640])
+TREES = [(ONE, torch.float16, None), (ONE, torch.float32, 5), (FEW, torch.float32, None), (FAR, torch.float32, None)]
+MORE_TREES = [(FEW, torch.float16, 5), (FEW, torch.float32, 40), (FAR, torch.float32, 900)]
+MORE_TREES += [(MANY, torch.float32, None), (MANY, torch.float16, 40)]
+CHUNKS = [(0, 20, 32, None), (37, 32, 32, 9), (50, 1, 16, None), (0, 20, 32, 9), (37, 32, 32, None)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "window"),
-    [
-        (ONE, torch.float16, None),
-        (ONE, torch.float32, 5),
-        (FEW, torch.float32, None),
-        pytest.param(FEW, torch.float16, 5, marks=SLOW),
-        pytest.param(FEW, torch.float32, 40, marks=SLOW),
-        (FAR, torch.float32, None),
-        pytest.param(FAR, torch.float32, 900, marks=SLOW),
-        pytest.param(MANY, torch.float32, None, marks=SLOW),
-        pytest.param(MANY, torch.float16, 40, marks=SLOW),
-    ],
-)
-def test_trees(device, shape, dtype, window):
-    (nodes, heads, kv_heads, head_dim, lengths), slots = shape, len(shape[-1])
+@pytest.mark.parametrize("case", sweep([*TREES, *MORE_TREES], *TREES))
+def test_trees(device, case):
+    (nodes, heads, kv_heads, head_dim, lengths), dtype, window = case
+    slots = len(lengths)
     parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
     tree = layout_tree(torch.zeros((slots, nodes), dtype=torch.int64), parents, path_width=7)
     rows = ForwardRows.allocate(slots, nodes, torch.tensor(lengths, dtype=torch.int32, device=device))
@@ -54,17 +47,9 @@ def test_capped_scores_and_sinks(device: str, softcap: float | None, has_sinks: 
     check(chunk.forward, 4, 2, 16, torch.float32, 9, [4, 69], softcap, sinks)
 
 
-@pytest.mark.parametrize(
-    ("length", "count", "nodes", "window"),
-    [
-        (0, 20, 32, None),
-        (37, 32, 32, 9),
-        pytest.param(50, 1, 16, None, marks=SLOW),
-        pytest.param(0, 20, 32, 9, marks=SLOW),
-        pytest.param(37, 32, 32, None, marks=SLOW),
-    ],
-)
-def test_chunks(device: str, length: int, count: int, nodes: int, window: int | None) -> None:
+@pytest.mark.parametrize("case", sweep(CHUNKS, *CHUNKS[:2]))
+def test_chunks(device, case):
+    length, count, nodes, window = case
     chunk = one_chunk(device, length, count, nodes)
     check(chunk.forward, 4, 2, 16, torch.float32, window, [4, length + count])
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,20 +26,20 @@ Problem = tuple[DrafterConfig, Tensor, Weights, Buffers]
 
 
 @pytest.fixture
-def bufs() -> Buffers:
+def bufs():
     return allocate_buffers(CFG, WEIGHTS)
 
 
 @pytest.fixture(scope="module")
-def step(device: str) -> Problem:
+def step(device):
     return problem(random_head(device=device), TreeConfig(2, 3, 12), [5, 3], [2, 1])
 
 
-def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
+def draft(bufs, features=FEATURES):
     return launch_drafter(CFG, features, WEIGHTS, bufs, backend="reference")
 
 
-def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
+def test_a_cache_that_is_full_to_the_last_row(bufs):
     past = torch.randn(ROOM - 1, HEAD.feature_width, generator=torch.Generator().manual_seed(3))
     prefill_drafter(CFG, past, torch.arange(ROOM - 1), WEIGHTS, bufs, 0)
     bufs.set_step([0, 1], [[5], [1, 2, 3]], [ROOM - 1, 0])
@@ -76,7 +75,7 @@ def test_steps_that_do_not_fit(bufs):
 def test_features_of_other_forms(bufs):
     bufs.set_step([1], [[1, 2, 3]], [0])
     taps = FEATURES.chunk(3, -1)
-    others: list[Any] = [FEATURES[0, 0], None, FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(), (), FEATURES[:1]]
+    others = [FEATURES[0, 0], None, FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(), (), FEATURES[:1]]
     others += [FEATURES[..., :-1], FEATURES.repeat(1, 65, 1), FEATURES.transpose(1, 2).contiguous().transpose(1, 2)]
     # The last are fewer than the new tokens.
     others += [taps[:2], (*taps[:2], taps[2].half()), FEATURES[:, :2]]
@@ -89,8 +88,8 @@ def test_features_of_other_forms(bufs):
         launch_drafter(cfg, joined.chunk(3, -1), weights, bufs)
 
 
-def test_parts_of_another_kind(bufs: Buffers) -> None:
-    parts: dict[str, Any] = {"cfg": CFG, "X": FEATURES, "weights": Weights(HEAD), "bufs": bufs}
+def test_parts_of_another_kind(bufs):
+    parts = {"cfg": CFG, "X": FEATURES, "weights": Weights(HEAD), "bufs": bufs}
     for name, other in (("cfg", HEAD), ("weights", HEAD), ("bufs", None)):
         with raises_with(UsageError, name):
             launch_drafter(**{**parts, name: other})
@@ -122,7 +121,7 @@ def test_configurations_out_of_range():
     assert cfg.hidden == CFG.hidden
 
 
-def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers) -> None:
+def test_what_set_step_wrote_is_known_until_something_else_writes(bufs):
     bufs.set_step([0, 2], [[1], [2, 3]], [0, 0])
     assert bufs.max_new_tokens() == 2
     bufs.num_new.fill_(1)
@@ -174,7 +173,7 @@ def test_prompts_that_do_not_fit(bufs):
         assert torch.equal(bufs.keys, before)
 
 
-def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
+def test_a_prompt_of_separate_taps(bufs):
     tokens = torch.arange(16)
     prefill_drafter(CFG, FEATURES[0], tokens, WEIGHTS, bufs, 0)
     prefill_drafter(CFG, FEATURES[0].chunk(3, -1), tokens, WEIGHTS, bufs, 1)
@@ -182,7 +181,7 @@ def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     assert torch.equal(bufs.keys[0], bufs.keys[1])
 
 
-def test_backends_and_parts(step: Problem) -> None:
+def test_backends_and_parts(step):
     cfg, features, weights, bufs = step
     with raises(UsageError, option="backend"):
         launch_drafter(cfg, features, weights, bufs, backend="cuda")
@@ -195,7 +194,7 @@ def test_backends_and_parts(step: Problem) -> None:
     assert allocate_buffers(cfg, Weights(weights.head)).workspace == {}
 
 
-def test_more_programs_than_can_be_resident(step: Problem) -> None:
+def test_more_programs_than_can_be_resident(step):
     cfg, features, weights, bufs = step
     assert weights.packed is not None
     params = weights.packed.launches(cfg)[0]
@@ -208,7 +207,7 @@ def test_more_programs_than_can_be_resident(step: Problem) -> None:
         launch_drafter(cfg, features, many, allocate_buffers(cfg, many))
 
 
-def test_weights_packed_for_another_configuration(step: Problem) -> None:
+def test_weights_packed_for_another_configuration(step):
     cfg, features, weights, _ = step
     fp8 = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     with raises(UsageError):
@@ -224,7 +223,7 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
             Weights.pack(weights.head, cfg, order)
 
 
-def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_and_no_interpreter(step, monkeypatch):
     cfg, features, weights, bufs = step
     if bufs.keys.is_cuda:
         pytest.skip("there is a GPU")
@@ -244,7 +243,7 @@ def test_dimensions(step):
             check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
 
 
-def test_fp8_needs_sm_89_and_multiplies_32_numbers_at_a_time(step: Problem) -> None:
+def test_fp8_needs_sm_89_and_multiplies_32_numbers_at_a_time(step):
     fp8 = replace(step[0], weight_dtype=torch.float8_e4m3fn)
     with raises_with(DrafterError, "FP8", "sm_89", "sm_80"):
         choose_launch(fp8, KNOWN_CHIPS[80])

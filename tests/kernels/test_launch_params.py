@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +16,13 @@ from support.raising import raises
 from support.sweeps import sweep
 
 TREE = TreeConfig(5, 10, 60)
+LAYOUT = '{"layouts": {"GPU/eagle3-h8/t": {"num_programs": 1, "split": {}, "chunks": {}}}, '
+EMPTY = LAYOUT + '"launches": {"GPU/eagle3-h8-v9/t": %s}}'
 
 
 @pytest.mark.parametrize("chip", sweep(KNOWN_CHIPS, 90))
 @pytest.mark.parametrize("model", MODELS)
-def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_vocabularies(model: str, chip: int) -> None:
+def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_vocabularies(model, chip):
     for slots in (1, 3, 8, 16):
         for weight_dtype in (torch.bfloat16, torch.float8_e4m3fn)[: 1 if chip < 89 else 2]:
             cfg = draft_config(MODELS[model], 32000, TREE, slots, 512, weight_dtype=weight_dtype)
@@ -49,7 +50,7 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
                     )
 
 
-def test_groups_of_programs() -> None:
+def test_groups_of_programs():
     """Llama-3.1-8B on 132 SMs: 4096 rows over 33 groups of 4 are 125, 6144 over 66 groups of 2 are 94."""
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
     params = choose_launch(cfg, KNOWN_CHIPS[90])
@@ -59,7 +60,7 @@ def test_groups_of_programs() -> None:
     assert set(choose_launch(small, KNOWN_CHIPS[90]).layout.split.values()) == {1}
 
 
-def test_the_cache_round_trips(tmp_path: Path) -> None:
+def test_the_cache_round_trips(tmp_path):
     path = tmp_path / "tuned.json"
     cfg, chip = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90]
     cache = TunedCache(path)
@@ -79,7 +80,7 @@ def test_the_cache_round_trips(tmp_path: Path) -> None:
     assert cache.find(cfg, chip, other) == (choose_launch(cfg, chip, other), False)
 
 
-def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_recorded_for_the_tuner(tmp_path, monkeypatch):
     path, chip = tmp_path / "shapes.json", KNOWN_CHIPS[90]
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     cfg = draft_config(MODELS["smollm2-135m"], 4096, TREE, 4, 512, weight_dtype=torch.float8_e4m3fn)
@@ -111,18 +112,18 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
         cache.find(replace(cfg, num_slots=2), chip)
 
 
-def test_the_key_holds_what_speed_depends_on() -> None:
+def test_the_key_holds_what_speed_depends_on():
     base = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
     chip = KNOWN_CHIPS[90]
     alone = {"draft_vocab": 16000, "weight_dtype": torch.float8_e4m3fn, "num_slots": 2, "intermediate": 2048}
-    others = [replace(base, **{name: value}) for name, value in alone.items()]  # type: ignore[arg-type]
+    others = [replace(base, **{name: value}) for name, value in alone.items()]
     others.append(replace(base, dtype=torch.float16, weight_dtype=torch.float16))
     keys = {cache_key(cfg, chip) for cfg in (base, *others)} | {cache_key(base, KNOWN_CHIPS[80])}
     assert len(keys) == 7
     assert cache_key(replace(base, max_positions=9000), chip) == cache_key(base, chip)
 
 
-def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_looks_parameters_up(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     head = random_head()
     tree = TreeConfig(1, 2, 5)
@@ -136,12 +137,8 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not packed.launches(DrafterConfig.of(head, tree, 2, 20))[1]
 
 
-LAYOUT = '{"layouts": {"GPU/eagle3-h8/t": {"num_programs": 1, "split": {}, "chunks": {}}}, '
-EMPTY = LAYOUT + '"launches": {"GPU/eagle3-h8-v9/t": %s}}'
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', EMPTY % "{}", EMPTY % '{"tiles": {}}'])
-def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_kind(text, tmp_path, monkeypatch):
     (tmp_path / "tuned.json").write_text(text)
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     with raises(DrafterError, option="EAGLE_SLIM_TUNED"):
@@ -149,7 +146,7 @@ def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_documented_shapes_are_tuned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_shapes_are_tuned(name, monkeypatch):
     monkeypatch.setenv("EAGLE_SLIM_TUNED", "")
     documented = {"llama-3.1-8b": 32000, "llama-3.3-70b": 32000, "smollm2-135m": 16384}
     chip, tree = replace(KNOWN_CHIPS[90], name=name), TreeConfig(5, 10, 60)

@@ -152,12 +152,8 @@ def spelled(name: str, spelling: Spelling) -> str:
 def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
     outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
     verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
-    config: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-    }
-    config["speculators_config"] = {"algorithm": "eagle3", "verifier": verifier}
+    config: dict[str, Any] = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    config |= {"speculators_version": "0.9.0", "speculators_config": {"algorithm": "eagle3", "verifier": verifier}}
     config["transformer_layer_config"] = {key: value for key, value in flat.items() if key not in outer}
     return config | {key: flat[key] for key in outer if key in flat}
 

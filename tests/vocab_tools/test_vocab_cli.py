@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -31,8 +30,8 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*arguments: object, command: click.Command = vocab) -> Outcome:
+def run(capsys):
+    def call(*arguments, command=vocab):
         code = exit_code(run_cli, command, [str(argument) for argument in arguments], "eagle-vocab")
         return Outcome(code, *capsys.readouterr())
 
@@ -40,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
     (folder / "latin1.jinja").write_bytes(b"\xf6")
@@ -55,7 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
+def test_from_counts_to_token_map(run, files, tmp_path):
     options = ("-w", "chat=3", "-o", tmp_path / "mix", "--json")
     merged = run("merge", files / "chat.counts", files / "code.counts", *options)
     assert merged.code == 0
@@ -87,7 +86,7 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
 
 
-def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_path: Path) -> None:
+def test_count_writes_a_file_of_counts_and_nothing_else(run, files, tmp_path):
     out = tmp_path / "counts.safetensors"
     arguments = ("count", files / "chat.jsonl", "--tokenizer", files / "tok", "--out")
     counted = run(*arguments, out, "--json", "--progress")
@@ -101,7 +100,7 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
     assert counted.out.splitlines()[0].endswith("; documents without a token: 1")
 
 
-def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path: Path) -> None:
+def test_variables_of_the_template_are_values_of_json(run, files, tmp_path):
     template = "{% for m in messages %}{{ 'yes' if x is true and y == 'Z' }}{{ m.content }}{% endfor %}"
     (tmp_path / "a.jinja").write_text(template)
     arguments = ("count", files / "chat.jsonl", "--tokenizer", files / "tok", "--chat-template", tmp_path / "a.jinja")
@@ -117,7 +116,7 @@ def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path
         assert option in refused.err
 
 
-def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
+def test_length_of_t2d_is_the_targets_vocabulary(run, files, tmp_path):
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     export = ("export", tmp_path / "v.json", "--for", "head")
     assert "padding rows" in run(*export, tmp_path / "guessed.safetensors").err
@@ -126,7 +125,7 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
 
 
-def test_coverage_prints_a_table_or_json(run, files: Path, tmp_path: Path) -> None:
+def test_coverage_prints_a_table_or_json(run, files, tmp_path):
     assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json").code == 0
     arguments = ("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts")
     measured = run(*arguments, "--sizes", "300,340")
@@ -137,7 +136,7 @@ def test_coverage_prints_a_table_or_json(run, files: Path, tmp_path: Path) -> No
     assert all(len(source["beside"]) == len(source["coverage"]) for source in found)
 
 
-def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
+def test_rank_with_floors(run, files, tmp_path):
     arguments = ("rank", files / "chat.counts", files / "code.counts", "--tokenizer", files / "tok", "-n", 320)
     held = run(*arguments, "--floor", "chat=0.9", "--floor", "code=0.9", "--json", "-o", tmp_path / "v.json")
     assert [entry["source"] for entry in held.json["floors"]["held"]] == ["chat", "code"]
@@ -148,7 +147,7 @@ def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
     assert "rank with --size 300" in exported.err
 
 
-def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path) -> None:
+def test_rank_by_coverage_and_among_candidates(run, files, tmp_path):
     common = ("--tokenizer", files / "tok", "--json")
     found = run("rank", files / "chat.counts", "--coverage", 0.95, *common, "-o", tmp_path / "a").json
     assert found["size_from_coverage"]["measured_on"] == "held-out"
@@ -189,7 +188,7 @@ def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch
         assert not out.exists()
 
 
-def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: Path) -> None:
+def test_existing_output_is_refused_before_any_work(run, files, tmp_path):
     out = tmp_path / "v.json"
     out.write_text("mine")
     # The counts file does not exist: it would be the first thing to fail.
@@ -204,15 +203,15 @@ def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: 
     assert (missing.code, "does not exist" in missing.err) == (2, True)
 
 
-def failing(error: BaseException) -> click.Command:
+def failing(error):
     @click.command(cls=EagleCommand)
-    def fail() -> None:
+    def fail():
         raise error
 
     return fail
 
 
-def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_path: Path) -> None:
+def test_names_and_messages_are_harmless_on_a_terminal(run, files, tmp_path):
     counts = TokenCounts.load(files / "chat.counts")
     named = replace(counts.sources[0], name="chat\n\x1b[31mred")
     TokenCounts((named,), counts.tokenizer_hash).save(tmp_path / "named.counts")
@@ -221,7 +220,7 @@ def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_pat
     assert run(command=failing(VocabularyError("a: \x1b[31mred"))).err == "error: a: \\x1b[31mred\n"
 
 
-def test_exit_codes(run) -> None:
+def test_exit_codes(run):
     for error, code, message in (
         (VocabularyError("bad map"), 1, "error: bad map\n"),
         (KeyboardInterrupt(), 130, "interrupted; nothing half-written is left behind\n"),
@@ -237,12 +236,12 @@ def test_exit_codes(run) -> None:
         common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
 
 
-def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+def start(program, *arguments):
     command = [sys.executable, "-c", program, *(str(argument) for argument in arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -> None:
+def test_a_reader_that_goes_away_is_no_error(files, tmp_path, run):
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     program = "from eagle_slim.vocab_tools.cli import main; main()"
     with start(program, "show", tmp_path / "v.json", "--tokenizer", files / "tok", "--limit", 300) as process:
@@ -252,7 +251,7 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path, number):
     (tmp_path / "m.json").write_text("[1, 2]")
     program = (
         "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"

@@ -97,6 +97,8 @@ def test_last_hidden_state_only(tmp_path):
 
 ATTENTION = "midlayer.self_attn"
 Q_BIAS = {f"{ATTENTION}.q_proj.bias": heads.random((HIDDEN,), 1)}
+WHOLE = ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
+WHOLE_MODEL = {f"model.{name}.weight": torch.ones(4, 4) for name in WHOLE}
 PLAIN_ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SECTIONS = {"rope_type": "default", "mrope_section": [16, 24, 24]}
@@ -326,10 +328,6 @@ def test_refused(tmp_path, arguments, error, words):
         open_head(folder)
 
 
-_WHOLE_MODEL = {f"model.{name}.weight": ones(4, 4) for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj")}
-_WHOLE_MODEL["model.layers.0.self_attn.q_norm.weight"] = ones(4, 4)
-
-
 @pytest.mark.parametrize(
     ("tensors", "config", "found", "advice"),
     [
@@ -344,7 +342,7 @@ _WHOLE_MODEL["model.layers.0.self_attn.q_norm.weight"] = ones(4, 4)
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
         ({"model.layers.0.enorm.weight": ones(4)}, {}, "a multi-token-prediction", "or llama.cpp b11434"),
         ({"mtp.fc.weight": ones(4, 4)}, {}, "a multi-token-prediction", "with fewer rows in SGLang 0.5.23"),
-        (_WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
+        (WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
     ],
 )
 def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):

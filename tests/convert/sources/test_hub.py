@@ -17,6 +17,16 @@ from support.raising import raises, raises_hub_error, raises_with
 from support.tampering import flip_bit
 
 WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
+API = "/api/models/org/head"
+FAULTS = {
+    "silent": (API, Fault(silent=True), "unreachable"),
+    "dropped": (API, Fault(unanswered=True), "unreachable"),
+    "quota": (API, Fault(status=402), "refused"),
+    "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
+    "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
+    "a file that breaks off": ("config.json", Fault(break_after=1), "unreachable"),
+    "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "disk"),
+}
 
 
 @pytest.fixture
@@ -210,18 +220,6 @@ def test_offline_never_asks(hub, tmp_path):
     with connected(hub, tmp_path, offline=True), raises_hub_error("offline"):
         open_head_source("org/gated")
     assert hub.requests == []
-
-
-API = "/api/models/org/head"
-FAULTS = {
-    "silent": (API, Fault(silent=True), "unreachable"),
-    "dropped": (API, Fault(unanswered=True), "unreachable"),
-    "quota": (API, Fault(status=402), "refused"),
-    "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
-    "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
-    "a file that breaks off": ("config.json", Fault(break_after=1), "unreachable"),
-    "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "disk"),
-}
 
 
 @pytest.mark.parametrize(("path", "fault", "reason"), FAULTS.values(), ids=FAULTS)

@@ -1,18 +1,22 @@
 """Speculative output against the target's own: greedy, sampled, batched, on every kind of target and head."""
 
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from eagle_slim.convert.sources.builtin import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel, TreeConfig, UsageError
 from eagle_slim.runtime.drafter import reference
 from eagle_slim.runtime.step import plan, prefill
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
 from support.sweeps import sweep
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
@@ -200,3 +204,24 @@ def test_what_the_draft_vocabulary_did_not_hold_is_counted(tmp_path, monkeypatch
         chosen = model.generate(random_prompts([9]), max_new_tokens=12)
     assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFT_IDS)
     assert build(tmp_path / "full").generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("vocabulary", "tree", "num_passes"),
+    [("full", TreeConfig(4, 1, 5), 27), ("most frequent", TreeConfig(5, 10, 60), 18)],
+)
+def test_the_real_head_takes_the_passes_of_an_independent_implementation(vocabulary, tree, num_passes):
+    """For 468 tokens of 12 prompts: 160 (full vocabulary, depth 5, top_k 10, 60 nodes), 166 (4096 most frequent ids),
+    254 (full, chain of depth 4). Here the first prompt of these runs; `eagle-compare` repeats the whole table."""
+    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cpu").with_tree(tree)
+    if vocabulary == "most frequent":
+        counts = load_embedded_counts().sources[0].counts
+        most_frequent = DraftVocab(np.argsort(-counts, kind="stable")[:4096], 0, len(counts), {})
+        model = model.with_draft_vocab(most_frequent)
+    with (Path(__file__).parents[3] / "examples" / "prompts.jsonl").open(encoding="utf-8") as lines:
+        prompt = model.encode_chat(json.loads(next(lines))["turns"][0])
+    output = model.generate(prompt, max_new_tokens=40)
+    assert output.token_ids == [plain_greedy(model.target.model, prompt, 40)]
+    # The first token is the prompt's.
+    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == (39, num_passes)
