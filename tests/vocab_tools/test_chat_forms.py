@@ -47,6 +47,7 @@ CHATML_TOKENS = "<|im_start|> <call> </call> <|im_end|>"
 
 TEXT, SAID, THOUGHT = {"type": "text", "text": "ωω"}, ["ωω<|im_end|>"], ["ωω<|im_end|>", "+κκ"]
 WRITTEN = '<call>λ {"v": "μμμ"}</call><|im_end|>'
+OF_LANGCHAIN = {"name": "λ", "args": {"v": "μμμ"}, "id": "t", "type": "tool_call"}
 PLACES = {
     "text of the Responses API": (says([{"type": "output_text", "text": "ωω"}]), SAID),
     "a part without a type": (says([{"text": "ωω"}]), SAID),
@@ -60,7 +61,7 @@ PLACES = {
         says([TEXT, {"type": "tool_use", "id": "t", "name": "λ", "input": {"v": "μμμ"}}]),
         [f"ωω{WRITTEN}"],
     ),
-    "LangChain's calls": (says("", tool_calls=[{"name": "λ", "args": {"v": "μμμ"}, "type": "tool_call"}]), [WRITTEN]),
+    "LangChain's calls": (says("", tool_calls=[OF_LANGCHAIN]), [WRITTEN]),
     "a refusal": (says(None, refusal="ωω"), SAID),
     "a refusal as a part": (says([{"type": "refusal", "refusal": "ωω"}]), SAID),
     "what was said aloud": (says(None, audio={"id": "a", "transcript": "ωω"}), SAID),

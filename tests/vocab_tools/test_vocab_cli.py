@@ -165,7 +165,7 @@ def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch
     write_folder(tmp_path / "other", byte_level_bpe(300))
     monkeypatch.chdir(files)
     places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
-    out = tmp_path / "out.safetensors"
+    out, on_ray = tmp_path / "out.safetensors", ["--tokenizer-library", "tokenizers", "--run-on", "ray"]
     for arguments, message in (
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
@@ -177,7 +177,7 @@ def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
         (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"], "latin1.jinja: not"),
-        (["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"], "Ray"),
+        (["count", "chat.jsonl", "--tokenizer", "TOK", *on_ray], "needs Ray"),
     ):
         done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
         assert done.code == (1 if "another tokenizer" in message else 2)
