@@ -56,9 +56,9 @@ def test_round_trip_in_any_row_order(given_map, dtype, mask_dtype):
 
 
 def test_broken_maps():
-    broken = [(OFFSETS, mask, "auto") for mask in ([True] * 6, MASK[:5], [2, 1, 0, 0, 1, 1])]
+    broken = [(OFFSETS, mask, None) for mask in ([True] * 6, MASK[:5], [2, 1, 0, 0, 1, 1])]
     broken += [(OFFSETS, MASK, "absolute"), ([0, 0, 4], None, "absolute")]
-    broken += [(values, None, "auto") for values in ([4, 5, 7], np.zeros(0, np.int64), [0.5, 1.5], [[1, 2]])]
+    broken += [(values, None, None) for values in ([4, 5, 7], np.zeros(0, np.int64), [0.5, 1.5], [[1, 2]])]
     for d2t, t2d, form in broken:
         with pytest.raises(VocabularyError):
             ids_from_d2t(np.asarray(d2t), t2d, form, target_vocab=6)
