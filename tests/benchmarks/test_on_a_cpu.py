@@ -25,11 +25,11 @@ def test_converting(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "llama-3.1-8b", Dims(32, 48, 4, 2, 8, 90))
     out = tmp_path / "result.json"
     (tmp_path / "files").mkdir()
-    arguments = ["--rows", "converting", "--folder", str(tmp_path / "files"), "--draft-vocab", "40", "--repeats", "2"]
+    arguments = ["--rows", "converting", "--folder", str(tmp_path / "files"), "--draft-vocab", "40", "--repeats", "1"]
     offline.main([*arguments, "--out", str(out)])
     result = json.loads(out.read_text())["converting"]
     assert result["ratio"] == result["median_convert_s"] / result["median_cp_fsync_s"]
-    assert len(result["convert_s"]) == len(result["cp_fsync_s"]) == 3
+    assert len(result["convert_s"]) == len(result["cp_fsync_s"]) == 2
     assert list((tmp_path / "files").iterdir()) == []
 
 
