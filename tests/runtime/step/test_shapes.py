@@ -217,7 +217,7 @@ def test_a_mixture_has_passes_of_few_rows_and_guesses_by_rows():
     assert [costs.guess(each, 1, 100) for each in (pair, four, LARGE)] == [4.0, 6.0, 62.0]
 
 
-def test_no_step_passes_over_more_rows_than_pay():
+def test_no_step_passes_over_more_rows_than_pay() -> None:
     assert shapes.shapes_for(4, shapes.SHAPES) == [None, CHAIN, SHORT, LONG, LARGE]
     assert shapes.shapes_for(16, shapes.SHAPES) == [None, CHAIN, SHORT, LONG]
     times = {LARGE: 1.0, None: 5.0, CHAIN: 6.0}
