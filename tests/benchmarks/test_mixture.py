@@ -7,8 +7,9 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 
 from benchmarks import mixture
-from benchmarks.mixture import TOUCHED, Law, Mixture, check_layer, measured_row
-from benchmarks.shared import decoding
+from benchmarks.mixture import Mixture, check_layer, measured_row
+from benchmarks.shared import decoding, routing
+from benchmarks.shared.routing import TOUCHED, Law
 
 CPU = torch.device("cpu")
 SIZES = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
@@ -30,9 +31,11 @@ def test_biased_tokens_of_a_sequence_share_experts() -> None:
     assert biased.touched(6) == pytest.approx(TOUCHED, abs=1)
 
 
-@pytest.mark.parametrize("row", ["pass/uniform/1/6", "pass/uniform/3/1", "step/uniform/1", "draft/uniform/4"])
+@pytest.mark.parametrize(
+    "row", ["pass/uniform/1/6", "pass/uniform/3/1", "step/uniform/1", "draft/uniform/4", "price/biased/3/2"]
+)
 def test_rows(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "TOUCHED", 7)
+    monkeypatch.setattr(routing, "TOUCHED", 7)
     kind, *rest = row.split("/")
     found = measured_row(Mixture("tiny", CPU, torch.float32), kind, rest, 1e9)
     if kind == "pass":
@@ -40,6 +43,8 @@ def test_rows(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["pass_ms"] > 0 < found["floor_ms"]
     elif kind == "draft":
         assert found["over_plain"] > 0
+    elif kind == "price":  # Other logits are an error.
+        assert found["ours_ms"] > 0 < found["grouped_ms"]
 
 
 def test_a_layer_is_checked_before_anything_is_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def test_layers_that_the_target_has_not_and_given_ones_that_are_none(tmp_path):
         folder = write(tmp_path / "head", **changes)
         with raises(MismatchError, option="--tap-layers"):
             open_head(folder).taps(layers)
+    with raises(MismatchError, option="layers [1, 2, 9] of the target are to be read, and it has 8"):
+        open_head(folder, tap_layers=[1, 2, 9]).taps(8)
     for given in ((2, 4), (-1, 4, 5), (4, 2, 5), 3):
         with pytest.raises(MismatchError, match="--tap-layers"):
             open_head(folder, tap_layers=given)
