@@ -55,7 +55,7 @@ def test_the_first_tokens_of_a_text_are_seen_too(model):
 @pytest.mark.usefixtures("run_ahead")
 def test_partial_verification(model):
     """Drafts that ran ahead and are taken back leave the window as it was."""
-    prompts, options = random_prompts([1150, 640]), {**OPTIONS, "max_new_tokens": 30, "partial_verification": "exact"}
+    prompts, options = random_prompts([1150, 640]), {**OPTIONS, "max_new_tokens": 16, "partial_verification": "exact"}
     output, expected = model.generate(prompts, **options), over_all_keys(model).generate(prompts, **options)
     assert output.token_ids == expected.token_ids
     assert output.stats.num_partial_passes > 0
