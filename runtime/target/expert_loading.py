@@ -50,6 +50,7 @@ class Fp8Experts(nn.Module):
         super().__init__()
         # No module of this one: it has no weights.
         self._plain = (plain,)
+        self.act_fn = plain.act_fn
         for name, weight in (("gate_up", plain.gate_up_proj), ("down", plain.down_proj)):
             experts, rows, columns = weight.shape
             if columns % 16:
