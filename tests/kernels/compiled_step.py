@@ -28,7 +28,7 @@ from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
 from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
-from kernels.machine_code import FAULTS, mixed_halves, overwritten_operands, spills_among_products
+from kernels.machine_code import FAULTS
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -64,16 +64,9 @@ class Compiler:
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = to_ptx(source, self.chip, options)
-        report, sass = assembler_report(compiled.asm["ptx"], self.chip, always_lists=self.chip.capability == 90)
-        name = f"{kernel.__name__} {self.variant}".strip()
-        self.reports[name] = {
-            "shared_bytes": compiled.metadata.shared,
-            "num_warps": compiled.metadata.num_warps,
-            **report,
-            "spills_among_products": sum(spills_among_products(sass)),
-            "overwritten_operands": overwritten_operands(sass),
-            "mixed_halves": mixed_halves(compiled.asm["ptx"]),
-        }
+        report = assembler_report(compiled.asm["ptx"], self.chip, always_lists=self.chip.capability == 90)
+        report |= {"shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps}
+        self.reports[f"{kernel.__name__} {self.variant}".strip()] = report
 
     @staticmethod
     def _places(index: int, value: Any) -> list[tuple[tuple[int, ...], Any]]:
