@@ -77,8 +77,9 @@ def load_by_tensor(
 ) -> nn.Module:
     """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8 if it has a ``form``.
 
-    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else, None: as the embedding is stored. Raises `UnsupportedModelError` for
-    another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged files.
+    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else, None: as the embedding is stored. Raises
+    `UnsupportedModelError` for another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged
+    files.
     """
     checkpoint = open_checkpoint(folder)
     if dtype is None:

@@ -28,14 +28,13 @@ _RUNS = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 9)
 
 @dataclass(frozen=True)
 class Mxfp4Weight:
-    """A matrix [out, in] in MXFP4, ``in`` a multiple of 32; `of` makes one of a checkpoint's tensors.
+    """A matrix [out, in] in MXFP4, ``in`` a multiple of 32; `put_blocks` and `put_scales` fill it.
 
     ``words`` int32 [out, in / 8]. Of every 32 columns of a row, word t has columns ``2 t + i``, ``8 + 2 t + i``,
     ``16 + 2 t + i`` and ``24 + 2 t + i`` in its half i: what a thread of two matrix instructions multiplies. The first
     one's bits are where bf16 has them, but for the exponent's bias (sign bit 15; 8 to 6), the next ones' 3 and 6 bits
     lower; the last one's sign is bit 14, its exponent bits 11 and 10, its mantissa bit 13.
-    ``scales`` int32 [ceil(in / 128), out]: the bytes of four scales, each 126 larger: with the bias of bf16 they make up
-    for what numbers lack. Both are contiguous.
+    ``scales`` int32 [ceil(in / 128), out]: the bytes of four scales, each 126 larger, which makes up for the bias.
     """
 
     words: Tensor
@@ -48,7 +47,7 @@ class Mxfp4Weight:
         return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in (words, scales)))
 
     def put_blocks(self, blocks: Tensor) -> None:
-        """Take the numbers of a checkpoint's ``_blocks``, uint8 [..., in / 32, 16]: two a byte, the lower bits first."""
+        """Take a checkpoint's ``_blocks``, uint8 [..., in / 32, 16]: two numbers a byte, the lower bits first."""
         bytes_of = blocks.reshape(len(self.words), -1, 4, 4)  # [out, groups, number, t]
         count = max(1, _CHUNK // self.shape[1])
         for words, part in zip(self.words.split(count), bytes_of.split(count), strict=True):

@@ -56,7 +56,10 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
 
 
 class Clamp(NamedTuple):
-    """Numbers of gpt-oss' SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, up to ``limit``, up from its negative."""
+    """Numbers of gpt-oss' SwiGLU, ``(up + 1) * gate * sigmoid(alpha * gate)``.
+
+    Gate and up are at most ``limit``, up also at least its negative.
+    """
 
     alpha: float
     limit: float
@@ -165,10 +168,7 @@ def route_ref(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, r
         logits += experts.biases.router.float()
     logits = logits.to(experts.router.dtype).float()
     order = logits.sort(dim=1, descending=True, stable=True).indices[:, : experts.top_k]
-    if experts.biases is not None:
-        weights = logits.gather(1, order).softmax(1)
-    else:
-        weights = logits.softmax(1).gather(1, order)
+    weights = logits.softmax(1).gather(1, order) if experts.biases is None else logits.gather(1, order).softmax(1)
     if experts.normalises:
         weights /= weights.sum(1, keepdim=True)
     picks.experts[:count] = torch.where(kv_rows[:, None] >= 0, order, experts.count)

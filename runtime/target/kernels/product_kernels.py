@@ -238,7 +238,7 @@ def _scaled(pairs, scale, kind: tl.constexpr):
 
 @triton.jit
 def _widened_fp4(words, scale_ptr, n, n_inside, at, kind: tl.constexpr, SHAPE: tl.constexpr):
-    """Widen MXFP4 weights [rows, words] of columns ``at`` on to [rows, 8 * words], in their own order (`Mxfp4Weight`)."""
+    """Widen MXFP4 weights [rows, words] from column ``at`` on to [rows, 8 * words], as `Mxfp4Weight` orders them."""
     SIZE: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     FOURS: tl.constexpr = WORDS // 16
