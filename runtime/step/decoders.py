@@ -14,6 +14,7 @@ holds the last pairs alone: where the window of a shorter prompt begins before t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -96,6 +97,8 @@ class Decoders:
         self.acceptance = Acceptance()
         """Of the head, learned by steps that choose their shape; so are ``costs``, times of this device."""
         self.costs = Costs(target.weight_bytes, token_bytes, target.runs.is_mixture)
+        self.num_steps = Counter[int]()
+        """Steps with as many sequences as a bucket holds, and more than the bucket before."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""

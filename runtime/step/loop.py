@@ -28,12 +28,16 @@ from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoders import Decoders, KeptRows, match_slots
-from .graphs import BUCKETS
+from .graphs import BUCKETS, bucket_of
 from .kernels.choice_kernels import ChoiceRules
 from .kernels.choose_tokens import no_distribution, token_bits
 from .kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .plan import CallRules, Plan, Source
 from .shapes import ShapeChooser, shapes_for
+
+MIN_STEPS = 64
+"""Steps of few sequences after which these have graphs of their own: to record and capture them takes 0.2 s, as much as
+some thousand steps save, and a call's last answers would pay it for each bucket that they pass."""
 
 
 @dataclass
@@ -252,15 +256,21 @@ class GenerationLoop:
                 decoder.step(num_active, self.rules, tree, self.host)
         if self.chooser is not None:
             self.chooser.steps[tree] += 1
+            if self.decoders.has_graphs:
+                self.decoders.num_steps[bucket_of(len(self.running))] += 1
         self._keep_record(decoder.state.record, dict(self.running), True, tree, decoder.batch_for(num_active))
 
     def _num_active(self) -> int:
-        """Count the sequences to launch the next step for: more than run, while no kernels of fewer are compiled."""
+        """Count the sequences to launch the next step for: more than run, until fewer are worth graphs of their own."""
         if self.chooser is None or not self.decoders.has_graphs:
             return len(self.running)
-        buckets = (bucket for bucket in BUCKETS if len(self.running) <= bucket < self.num_slots)
-        compiled = (bucket for bucket in buckets if self.decoder.is_compiled(bucket, self.rules, None))
-        return next(compiled, self.num_slots)
+        for bucket in BUCKETS:
+            if len(self.running) <= bucket < self.num_slots:
+                is_usual = self.decoders.num_steps[bucket] >= MIN_STEPS
+                is_ready = self.decoder.is_compiled if is_usual else self.decoder.is_ready
+                if is_ready(bucket, self.rules, None):
+                    return bucket
+        return self.num_slots
 
     def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; time it first if it is new for this number of sequences."""
