@@ -81,9 +81,6 @@ def load_by_tensor(
     `UnsupportedModelError` for another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged
     files.
     """
-    checkpoint = open_checkpoint(folder)
-    if dtype is None:
-        dtype = _TYPES.get(checkpoint.info(_EMBEDDING).dtype, torch.bfloat16)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     known = [family for family in FAMILIES if family != "GptOss"] if form is not None else FAMILIES
@@ -92,6 +89,9 @@ def load_by_tensor(
             f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(known)} have. Take a target "
             "of these, or one that is not in FP8 (without target_weights)."
         )
+    checkpoint = open_checkpoint(folder)
+    if dtype is None:
+        model.config.dtype = dtype = _TYPES.get(checkpoint.info(_EMBEDDING).dtype, torch.bfloat16)
     loader = _Loader(model, checkpoint, form, dtype, device)
     loader.load()
     # Computed where transformers computes it, so that positions have the same bits.
