@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .fp8 import SCALE_BLOCK, Fp8Weight
+from .kernels.experts import Clamp
 from .mxfp4 import SCALED, Mxfp4Weight
 
 WHOLE = ("gate_up_proj", "down_proj")
@@ -106,6 +107,8 @@ class Mxfp4Experts(PackedExperts):
     gate_up_scales: Tensor
     down_words: Tensor
     down_scales: Tensor
+    gate_up_proj_bias: Tensor
+    down_proj_bias: Tensor
 
     def __init__(self, plain: Any, device: torch.device) -> None:
         super().__init__(plain)
@@ -132,11 +135,11 @@ class Mxfp4Experts(PackedExperts):
 
     def forward(self, x: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """Add what the picked experts [rows, top_k] give of ``x`` [rows, hidden], times their weights."""
-        total = torch.zeros_like(x)
+        total, clamp = torch.zeros_like(x), Clamp(self.plain.alpha, self.plain.limit)
         for expert in router_indices.unique().tolist():
             row, slot = (router_indices == expert).nonzero(as_tuple=True)
             gate_up, down = (each.of_expert(expert, self.plain.num_experts) for each in (self.gate_up, self.down))
             both = F.linear(x[row], gate_up.dequantised(x.dtype), self.gate_up_proj_bias[expert])
-            out = F.linear(self.plain._apply_gate(both), down.dequantised(x.dtype), self.down_proj_bias[expert])
+            out = F.linear(clamp.gated(both), down.dequantised(x.dtype), self.down_proj_bias[expert])
             total.index_add_(0, row, out * routing_weights[row, slot, None])
         return total

@@ -237,16 +237,17 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
 def _fuse_mlp(mlp: Any) -> DenseMlp | Experts:
     if hasattr(mlp, "experts"):
         experts, router = mlp.experts, mlp.router if hasattr(mlp, "router") else mlp.gate
-        plain = experts.plain if isinstance(experts, PackedExperts) else experts
-        biases = clamp = None
+        packed: Any = experts if isinstance(experts, PackedExperts) else None
+        plain, biases, clamp = packed.plain if packed else experts, None, None
         if hasattr(plain, "limit"):  # gpt-oss
-            of_experts = (each.flatten() for each in (experts.gate_up_proj_bias, experts.down_proj_bias))
-            biases, clamp = Biases(router.bias, *of_experts), Clamp(float(plain.alpha), float(plain.limit))
-        if isinstance(experts, PackedExperts):
-            weights: tuple[ExpertWeight, ExpertWeight] = experts.gate_up, experts.down
+            biases = Biases(router.bias, experts.gate_up_proj_bias.flatten(), experts.down_proj_bias.flatten())
+            clamp = Clamp(float(plain.alpha), float(plain.limit))
+        weights: tuple[ExpertWeight, ExpertWeight]
+        if packed:
+            weights = packed.gate_up, packed.down
         else:
-            whole = (experts.gate_up_proj, experts.down_proj)
-            weights = tuple(map(_by_rows, whole) if clamp else (each.flatten(0, 1) for each in whole))
+            gate_up, down = experts.gate_up_proj, experts.down_proj
+            weights = (_turned(gate_up), _turned(down)) if clamp else (gate_up.flatten(0, 1), down.flatten(0, 1))
         normalises = bool(getattr(router, "norm_topk_prob", False))
         return Experts(router.weight, *weights, int(router.top_k), normalises, biases, clamp)
     both = [mlp.gate_proj, mlp.up_proj]
@@ -254,7 +255,7 @@ def _fuse_mlp(mlp: Any) -> DenseMlp | Experts:
     return DenseMlp(_pack_weights(both), bias, mlp.down_proj.weight, mlp.down_proj.bias)
 
 
-def _by_rows(experts: nn.Parameter) -> Tensor:
+def _turned(experts: nn.Parameter) -> Tensor:
     """Lay out matrices [experts, in, out] as [experts * out, in], of which the parameter becomes a view."""
     turned = experts.data.transpose(1, 2)
     if not turned.is_contiguous():

@@ -85,9 +85,9 @@ class Mxfp4Weight:
         out, size = self.shape
         half = torch.arange(0, 32, 16, dtype=torch.int32, device=self.words.device)
         halves = self.words.view(out, -1, 4, 1) >> half
-        codes = torch.stack([sum(halves >> shift & mask for mask, shift in runs) for runs in _RUNS], 2)
-        # [out, groups, number, t, i]
-        numbers = torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)], device=codes.device)[codes.long()]
+        parts = [torch.stack([halves >> shift & mask for mask, shift in runs]).sum(0) for runs in _RUNS]
+        codes = torch.stack(parts, 2)  # [out, groups, number, t, i]
+        numbers = torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)], device=codes.device)[codes]
         shift = torch.arange(0, 32, 8, dtype=torch.int32, device=self.scales.device)
         scales = (self.scales.t()[..., None] >> shift & 255).flatten(1)[:, : size // SCALED] - _LIFT - 127
         return torch.ldexp(numbers.view(out, -1, SCALED), scales[..., None]).view(out, size).to(dtype)

@@ -24,6 +24,7 @@ from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, experts, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.target.mxfp4 import Mxfp4Weight
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
@@ -130,6 +131,7 @@ def run_all(compiler: Compiler) -> None:
     for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
         multiply(compiler, groups)
         run_experts(compiler, groups)
+    run_gpt_oss(compiler)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -223,6 +225,24 @@ def run_experts(compiler: Compiler, groups: int) -> None:
         experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
         experts.gated_experts(normed, norm, layer, routing, norm.lift)
         experts.add_experts(layer, routing, norm, normed, x if rows == NODES else None)
+
+
+def run_gpt_oss(compiler: Compiler) -> None:
+    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for 16 rows."""
+    compiler.variant = "16 rows, MXFP4"
+    count, width, hidden, top_k, rows, bf16 = 32, 2880, 2880, 4, 16, {"dtype": torch.bfloat16}
+    sizes = count, count * 2 * width, count * hidden
+    gate_up, down = (Mxfp4Weight.empty(size, hidden, torch.device("cpu")) for size in sizes[1:])
+    biases = experts.Biases(*(torch.empty(size, **bf16) for size in sizes))
+    layer = experts.Experts(
+        torch.empty(count, hidden, **bf16), gate_up, down, top_k, False, biases, experts.Clamp(1.702, 7.0)
+    )
+    x = torch.zeros(rows, hidden, **bf16)
+    normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
+    norm, routing = products.Norm(x[0], 1e-5, 1.0), experts.Routing.allocate(layer, rows)
+    experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
+    experts.gated_experts(normed, norm, layer, routing)
+    experts.add_experts(layer, routing, norm, normed)
 
 
 def main() -> None:

@@ -64,6 +64,11 @@ class Clamp(NamedTuple):
     alpha: float
     limit: float
 
+    def gated(self, both: Tensor) -> Tensor:
+        """Compute it of ``both``, gates and ups in turn [rows, 2 * width]: [rows, width]."""
+        gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
 
 class Biases(NamedTuple):
     """Biases of a router [experts], of gate and up [experts * 2 * width] and of down [experts * hidden]."""
@@ -206,10 +211,7 @@ def gated_experts_ref(rows: NormedRows, norm: Norm, experts: Experts, routing: R
         row = pairs // experts.top_k
         both = multiply(rows.scaled[row], _of_expert(experts.gate_up, expert, experts.count)) * factor[row]
         if experts.clamp is not None and experts.biases is not None:
-            alpha, limit = experts.clamp
-            both += experts.biases.gate_up.view(experts.count, -1)[expert].float()
-            gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
-            value = (up + 1) * (gate * torch.sigmoid(gate * alpha))
+            value = experts.clamp.gated(both + experts.biases.gate_up.view(experts.count, -1)[expert].float())
         else:
             gate, up = both.chunk(2, -1)
             value = F.silu(gate) * up
