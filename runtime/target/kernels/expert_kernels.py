@@ -254,11 +254,9 @@ def gated_experts_kernel(
     expert, count, found = _find(picks, tl.program_id(0) // (GRID.shares * TILED), rows, GRID)
     of_pair, is_up = own_pair(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRED + of_pair
-    if CLAMP is None:
-        w_row = expert * SHAPE.size + in_tile + is_up * SIZE
-    else:
-        # Rows of gate and up take turns.
-        w_row = expert * SHAPE.size + 2 * in_tile + is_up
+    first_row = expert * SHAPE.size
+    # With a clamp rows of gate and up take turns.
+    w_row = first_row + in_tile + is_up * SIZE if CLAMP is None else first_row + 2 * in_tile + is_up
     w_inside = in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
     n = tile * PAIRED + tl.arange(0, PAIRED)
