@@ -32,7 +32,7 @@ OTHERS = ("qwen2", "qwen3", "mistral", "qwen3moe", "gptoss")
 MIXTURE = {"hidden_size": 1024, "num_attention_heads": 8, "num_experts": 64, "moe_intermediate_size": 384}
 MIXTURE |= {"num_experts_per_tok": 8, "num_hidden_layers": 4}
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
-GPT_OSS |= {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+GPT_OSS |= {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 128}
 
 
 @dataclass(frozen=True)
