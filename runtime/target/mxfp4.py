@@ -32,8 +32,8 @@ class Mxfp4Weight:
 
     ``words`` int32 [out, in / 8]. Of every 32 columns of a row, word t has columns ``2 t + i``, ``8 + 2 t + i``,
     ``16 + 2 t + i`` and ``24 + 2 t + i`` in its half i: what a thread of two matrix instructions multiplies. The first
-    one's bits are where bf16 has them, but for the exponent's bias (sign bit 15; 8 to 6); the next one's are rotated up by
-    6 bits of 32, the third one's 4 bits lower; the last one's 6 lower, but the exponent's upper one is bit 10.
+    one's bits are where bf16 has them, but for the exponent's bias (sign bit 15; 8 to 6); the next one's are rotated up
+    by 6 bits of 32, the third one's 4 bits lower; the last one's 6 lower, but the exponent's upper one is bit 10.
     ``scales`` int32 [ceil(in / 128), out]: the bytes of four scales, each 126 larger, which makes up for the bias.
     """
 

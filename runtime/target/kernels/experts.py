@@ -318,5 +318,7 @@ def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple
     known = _TILES["mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
-    tiles = replace(tiles, waits=is_widened and overwrites_operands(x.device))
+    is_hopper = overwrites_operands(x.device)
+    # Elsewhere a limit spills.
+    tiles = replace(tiles, waits=is_widened and is_hopper, max_registers=tiles.max_registers if is_hopper else None)
     return tiles, _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))

@@ -244,9 +244,13 @@ def _widened_fp4(words, scale_ptr, n, n_inside, at, kind: tl.constexpr, SHAPE: t
     SIZE: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     FOURS: tl.constexpr = WORDS // 16
-    four = at // 128 + tl.arange(0, FOURS)
-    mask = n_inside[:, None] & (four * 128 < SHAPE.depth)[None, :]
-    scales = tl.load(scale_ptr + four[None, :] * SHAPE.fp4_rows + n[:, None], mask=mask, other=0)
+    scale_at = scale_ptr + at // 128 * SHAPE.fp4_rows + n
+    scales = tl.load(scale_at, mask=n_inside, other=0)
+    if FOURS == 2:
+        more = tl.load(scale_at + SHAPE.fp4_rows, mask=n_inside & (at + 128 < SHAPE.depth), other=0)
+        scales = tl.join(scales, more)
+    else:
+        scales = scales[:, None]
     scales = scales.to(tl.uint32, bitcast=True)
     # Views of loads alone, so that a compiler loads all of it as instructions take it.
     scale = tl.join(tl.join(scales & 255, scales >> 16 & 255), tl.join(scales >> 8 & 255, scales >> 24))
