@@ -5,6 +5,7 @@
     python -m benchmarks.step --dims llama-3.3-70b --target-weights fp8 --prefixes 512
     python -m benchmarks.step --target-weights bf16 fp8 --draft-weights bf16 fp8 --prefixes 512
     python -m benchmarks.step --target-weights bf16 fp8 --batch 16 --depth 2 --top-k 1 --nodes 4 --prefixes 512
+    python -m benchmarks.step --prefixes 131072 --draft-windows 0 4096
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 Random targets and a head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
@@ -53,6 +54,7 @@ from benchmarks.shared.decoding import (
     fill,
     phase_times,
     prompt_time,
+    prompt_with_head,
     run_ahead,
     set_sampling,
     step_with_tiles,
@@ -95,6 +97,19 @@ def measure(
                 yield row | {"sampled": True, **phase_times(decoder, batch, prefix, SAMPLED)}
                 yield {"prompt": prefix, "nodes": nodes, "first_token_ms": prompt_time(decoder, prefix)}
             yield row
+
+
+@torch.inference_mode()
+def measure_prompts(
+    model: RandomModel, tree: TreeConfig, draft: tuple[int, str], prefixes: Sequence[int], windows: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Measure a row for a prompt of each length, with a head of each window (0: none)."""
+    for tokens, window in itertools.product(prefixes, windows):
+        # A cache of the whole prompt and a tree: one of more would pass the drafter's limit after 131,072 tokens.
+        decoder = model.decoder(model.new_cache(1, tokens + tree.total_tokens), tree, *draft, window or None)
+        found = prompt_with_head(decoder, tokens)
+        share = found["head_ms"] / found["first_token_ms"]
+        yield {"prompt": tokens, "draft_window": window, **found, "head_share": share}
 
 
 @torch.inference_mode()
@@ -160,6 +175,7 @@ def parsed(argv: list[str] | None) -> tuple[Command, Namespace]:
     command.add_argument("--depth", type=int, default=5)
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
     command.add_argument("--sweep", action="store_true", help="time other tiles of attention")
+    command.add_argument("--draft-windows", type=int, nargs="+", help="time prompts, with these windows of drafts")
     command.add_argument("--target-weights", choices=TARGET_WEIGHTS, nargs="+", default=["bf16"])
     command.add_argument("--seconds", type=float, default=math.inf, help="end after as long, between two rows")
     return command, command.parse_args(argv)
@@ -179,9 +195,9 @@ def main(argv: list[str] | None = None) -> None:
     trees = [TreeConfig(depth, k, min(nodes, TreeConfig(depth, k, 2).num_candidates + 1)) for nodes, k in asked]
     trees = list(dict.fromkeys(trees))
     batches = [batch for batch, _ in SWEPT] if args.sweep else args.batch
-    shapes = itertools.product(trees, batches, vocabs)
+    shapes = () if args.draft_windows else itertools.product(trees, batches, vocabs)
     compile_ahead(args.dims, shapes, device, [DRAFT_WEIGHTS[each] for each in args.draft_weights])
-    if args.target == "fused" and not args.sweep:
+    if args.target == "fused" and not (args.sweep or args.draft_windows):
         places = [
             (tree, batch, max(args.prefixes if batch == 1 else args.prefixes[:1]) + ROOM)
             for tree in [*trees, None]
@@ -207,7 +223,10 @@ def main(argv: list[str] | None = None) -> None:
         for batch in args.batch:
             # Several of the longest sequences would not fit.
             prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
-            for row in measure(model, drafts, trees, batch, prefixes, bandwidth, batch == 1):
+            rows = measure(model, drafts, trees, batch, prefixes, bandwidth, batch == 1)
+            if args.draft_windows:
+                rows = measure_prompts(model, trees[0], drafts[0], prefixes, args.draft_windows)
+            for row in rows:
                 row = {"target_weights": weights, "weight_bytes": model.weight_bytes} | row
                 show(row)
                 result["rows"].append(row)

@@ -40,6 +40,7 @@ _NOT_LOADED: Mapping[str, tuple[str, ...]] = {
 _NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate if transformers has it, else correct hidden_act"
+_NAME_TARGET = "convert with --target, whose number of layers tells which they are"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 
@@ -99,6 +100,11 @@ class HeadFacts:
         place, _, name = key.rpartition(".")
         value = section(self.config, place).get(name)
         return tuple(layer + shift for layer in value) if isinstance(value, list) and value else None
+
+    @property
+    def has_sure_taps(self) -> bool:
+        """Whether its tap layers are known: ids in `eagle_config` alone are inputs of a target of so many layers."""
+        return self.target_layers is not None or AUX_LAYER_KEY in self.config or not self.layers(_NESTED_AUX)
 
     @property
     def architecture(self) -> str | None:
@@ -294,7 +300,8 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
         yield "warning", f"it captures layers (2, n // 2, n - 3), not {_joined(taps)}", ""
     elif engine == "tensorrt-llm" and taps not in (None, default):
         outputs = _joined([layer - 1 for layer in taps or ()])
-        yield "warning", "tap layers are not read from the head", f"set eagle3_layers_to_capture to [{outputs}]"
+        way = f"set eagle3_layers_to_capture to [{outputs}]"
+        yield "warning", "tap layers are not read from the head", way if head.has_sure_taps else _NAME_TARGET
     # A head of the last hidden state alone: vLLM builds no fc, and leaves the file's unread.
     if engine == "sglang" or (engine == "vllm" and is_tapped):
         nested, top = head.layers(_NESTED_AUX), head.layers(AUX_LAYER_KEY)
@@ -311,7 +318,8 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
         wrong = [name for name, layers in readers.items() if (layers or default) != (taps or default)]
         if taps is not None and wrong:
             problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
-            yield "warning", problem, f"convert with --tap-layers {_joined(taps)}, which writes both keys"
+            way = f"convert with --tap-layers {_joined(taps)}, which writes both keys"
+            yield "warning", problem, way if head.has_sure_taps else _NAME_TARGET
 
 
 def _of_converter(head: HeadFacts) -> Iterator[Fault]:
@@ -320,7 +328,8 @@ def _of_converter(head: HeadFacts) -> Iterator[Fault]:
         taps = tap_layers(head.config, "config.json", head.target_layers)
         if taps is not None and head.layers(AUX_LAYER_KEY) != taps:
             problem = "its converter reads tap layers at top level alone, where config.json names none or others"
-            yield "warning", problem, f"convert with --tap-layers {_joined(taps)}"
+            way = f"convert with --tap-layers {_joined(taps)}"
+            yield "warning", problem, way if head.has_sure_taps else _NAME_TARGET
 
 
 def _of_layer(head: HeadFacts, engine: str) -> Iterator[Fault]:

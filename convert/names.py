@@ -106,7 +106,9 @@ _FOREIGN = (
         ),
         "a quantised head",
     ),
-    (re.compile(r"(.*\.)?mlp\.(experts|gate\.weight|shared_expert).*"), "a mixture-of-experts head"),
+    (re.compile(r"(.*\.)?mlp\.(experts|router|gate\.weight|shared_expert).*"), "a mixture-of-experts head"),
+    (re.compile(r"(.*\.)?sinks"), "an attention with sinks"),
+    (re.compile(r"parallel_draft_heads\..*"), "a head that drafts several tokens in parallel (ModelOpt)"),
 )
 # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
 _SECOND_LAYER = (re.compile(r"(midlayer|layers)\.[1-9]\d*\..*"), "an EAGLE-3 head of several layers")

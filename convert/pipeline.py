@@ -39,7 +39,7 @@ from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
 from .targets import model as targets
 from .targets.lm_head import LmHead, all_ids, fitting, own_lm_head
-from .targets.matrix import open_target_lm_head, settle_embedding
+from .targets.matrix import open_target_lm_head, settle_embedding, tied_warnings
 from .vocabulary_choice import Count, Ranking, Say, make_ranking, ranked_manifest
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
@@ -217,6 +217,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     if needs_rows:
         assert opened is not None
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
+        head = replace(head, warnings=(*head.warnings, *tied_warnings(lm_head, opened.source)))
     return Inputs(head, source, choice, opened, lm_head, tokenizer, is_builtin)
 
 

@@ -340,3 +340,6 @@ def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]])
 def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:
     if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) > 0):
         raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.")
+    # The sum of all must be a number.
+    if float(weight) > 1e300:
+        raise error_type(f"source {name}: expected a weight of at most 1e300, found {weight!r}.")

@@ -197,13 +197,28 @@ def template_forms(messages: Sequence[Message], has_thoughts: bool = False) -> I
     """
     has_calls = any(message.get("tool_calls") for message in messages)
     is_short = any(message["content"] is None for message in messages)
-    for as_text, null, parts in product(
+    is_crowded = any(message.get("tool_calls") and _says_and_thinks(message) for message in messages)
+    for is_joined, as_text, null, parts in product(
+        (False, True) if is_crowded else (False,),
         (False, True) if has_calls else (False,),
         ("", None) if is_short else ("",),
         ("no", "text", "all") if has_thoughts else ("no", "text"),
     ):
         with suppress(ChatError):
-            yield [_formed(message, as_text, null, parts) for message in messages]
+            form = [_joined(message) for message in messages] if is_joined else messages
+            yield [_formed(message, as_text, null, parts) for message in form]
+
+
+def _says_and_thinks(message: Message) -> bool:
+    return bool(content_text(message) and message.get("reasoning_content"))
+
+
+def _joined(message: Message) -> Message:
+    """Put what is said before a call behind the thoughts: gpt-oss' template takes one of the two."""
+    if not (message.get("tool_calls") and _says_and_thinks(message)):
+        return message
+    thoughts = f"{message['reasoning_content']}\n{content_text(message)}"
+    return {**message, "content": None, "reasoning_content": thoughts}
 
 
 def _formed(source: Message, as_text: bool, null: str | None, parts: str) -> Message:

@@ -217,7 +217,7 @@ class RandomModel:
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        self._drafters: dict[tuple[int, str], Drafter] = {}
+        self._drafters: dict[tuple[int, str, int | None], Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
         """Count the bytes of the target's keys and values of ``rows`` tokens."""
@@ -234,14 +234,19 @@ class RandomModel:
         return cache
 
     def decoder(
-        self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0, draft_weights: str = "bf16"
+        self,
+        cache: KVCache,
+        tree: TreeConfig | None,
+        draft_vocab: int = 0,
+        draft_weights: str = "bf16",
+        window: int | None = None,
     ) -> Decoder:
         """Build a decoder over the whole cache that drafts over the first ``draft_vocab`` rows; plain without a tree.
 
-        ``draft_weights``: one of `DRAFT_WEIGHTS`; "bf16" is the model's own type. Packed weights are kept for the next
-        decoder over as many rows.
+        ``draft_weights``: one of `DRAFT_WEIGHTS`; "bf16" is the model's own type. ``window``: last tokens that drafts
+        look back on; None for all. Packed weights are kept for the next decoder of the same rows and window.
         """
-        drafter = None if tree is None else self._drafter(cache, tree, draft_vocab, draft_weights)
+        drafter = None if tree is None else self._drafter(cache, tree, draft_vocab, draft_weights, window)
         return Decoder.of_drafter(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(
@@ -273,17 +278,22 @@ class RandomModel:
         return Decoder(slots, chains, self._waits, revise=confirmed), confirmed
 
     def _drafter(
-        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, draft_weights: str = "bf16"
+        self,
+        cache: KVCache,
+        tree: TreeConfig,
+        draft_vocab: int,
+        draft_weights: str = "bf16",
+        window: int | None = None,
     ) -> BufferedDrafter:
-        key = (draft_vocab, draft_weights)
+        key = (draft_vocab, draft_weights, window)
         if key not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
-            head = self.head.of_rows(slice(draft_vocab))
+            head = self.head.of_rows(slice(draft_vocab)).with_window(window)
             stored = torch.float8_e4m3fn if draft_weights == "fp8" else None
             packing = SharedPacking(head, weight_dtype=stored) if backend == "triton" else None
             self._drafters[key] = Drafter(head, tree, backend, packing)
-        drafter = self._drafters[key]
-        found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
+        drafter, room = self._drafters[key], (cache.num_slots, cache.capacity)
+        found = drafter.like(drafter.weights, tree).on_slots(*room, drafter.allocate_cache(*room) if window else None)
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
@@ -402,15 +412,39 @@ def phase_times(
     return row | {"step_ms": statistics.median(samples) / 1e3}
 
 
-def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10) -> float:
+def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10, times: int = 2) -> float:
     """Time a prompt of ``num_tokens`` up to its first new token: milliseconds of the device, the median."""
     decoder.clear_()
     numbers = decoder.slots.box.numbers
     numbers.fill_(-1)
     numbers[:4] = torch.tensor([0, num_tokens, 1 << 20, 0])
     run = partial(decoder.prompts.enter, num_tokens, GREEDY)
-    run()
-    return statistics.median(time_queued_us(run, decoder.target.device, 2) for _ in range(rounds)) / 1e3
+    if decoder.graphs.can_capture:
+        decoder.graphs.warm_up(decoder.prompts.groups(GREEDY, [num_tokens]), GREEDY)
+    return statistics.median(time_queued_us(run, decoder.target.device, times) for _ in range(rounds)) / 1e3
+
+
+def prompt_with_head(decoder: Decoder, num_tokens: int) -> dict[str, float]:
+    """Time one prompt of ``num_tokens``, and apart the pairs that its head keeps: ms; count their cache's bytes."""
+    drafter, device = decoder.drafts.drafter, decoder.target.device
+    assert drafter is not None
+    first_token_ms = prompt_time(decoder, num_tokens, rounds=1, times=1)
+    kept = [nodes for nodes, is_kept in decoder.prompts.begin(num_tokens) if is_kept]
+    place, slot = (torch.arange(length, dtype=torch.int32, device=device) for length in (max(kept), 1))
+    features = torch.randn(len(place), drafter.cfg.feature_width, device=device).to(drafter.cfg.dtype)
+
+    def pairs() -> None:
+        for nodes in kept:
+            rows = place[:nodes]
+            drafter.prefill(features[:nodes], torch.zeros_like(rows), rows, rows, slot)
+
+    pairs()
+    cache = (drafter.bufs.keys, drafter.bufs.values)
+    return {
+        "first_token_ms": first_token_ms,
+        "head_ms": time_queued_us(pairs, device, 1) / 1e3,
+        "head_cache_bytes": sum(each.nbytes for each in cache),
+    }
 
 
 def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:

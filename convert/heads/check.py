@@ -87,7 +87,9 @@ def settle_taps(
         if given is not None:
             problem = "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out."
             raise MismatchError.at(where, problem)
-        check_shapes(tensors, {names.FC: (hidden, target_hidden)}, where)
+        # ModelOpt exports an fc that such a head was trained without; vLLM leaves it unread.
+        if target_hidden != hidden:
+            check_shapes(tensors, {names.FC: fc_shape(config, 1)}, where)
         return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
@@ -100,7 +102,7 @@ def settle_taps(
             # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
             taps = tap_layers(config, where, could_be_inputs(config))
     count = tensors.shape(names.FC)[-1] // target_hidden
-    check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
+    check_shapes(tensors, {names.FC: fc_shape(config, count)}, where)
     stated = config.get("num_aux_hidden_states") or count
     if count != (3 if taps is None else len(taps)) or count != stated:
         problem = f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}"
@@ -117,6 +119,12 @@ def settle_taps(
         if bool(config.get(flag)) != bool(present):
             raise _wrong_flag(flag, config.get(flag), present, where)
     return taps
+
+
+def fc_shape(config: Mapping[str, Any], count: int) -> tuple[int, int]:
+    """Return the shape of `fc.weight` over `count` hidden states of the target."""
+    hidden = config["hidden_size"]
+    return hidden, count * (config.get("target_hidden_size") or hidden)
 
 
 def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,8 @@ QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "bias", "dtype", "torch_dtype", "quantization_config", "rope_parameters")
 
+# The token of places that are drafted in parallel (vLLM, `v1/spec_decode/llm_base_proposer.py`).
+_PARALLEL_TOKENS = ("ptd_token_id", "pard_token")
 # Flags by which a DFlashDraftModel has other layers or chooses otherwise (SGLang, `speculative/dflash_utils.py`).
 _OTHER_FORM_FLAGS = ("projector_type", "conv_kernel_size", "selector_rank")
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
@@ -30,12 +32,12 @@ _WIDTHS = ("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
 _COUNTS = ("target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers")
 SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS, "draft_window_size")
 
-# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, each
-# with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
+# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX, gpt-oss) that change what a layer
+# computes, each with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
 # final_logit_softcapping, which change no order of tokens.
 _SCALES = ("scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 _FACTORS = ("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "rotary_pct", "attention_out_multiplier")
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit", "clip_qkv", "alibi")
 _SWITCHES = ("parallel_attn", "use_parallel_residual")
 _NEUTRAL = {**dict.fromkeys((*_SCALES, *_FACTORS), 1.0), **dict.fromkeys((*_CAPS, *_SWITCHES), 0.0)}
 
@@ -185,6 +187,8 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
         is_converted = draft in ("dflash", "dspark") and says_dflash(source)
         if draft != "model" and draft in words and not is_converted:
             raise names.other_draft(draft, where)
+    if not says_dflash(source) and any(source.get(key) is not None for key in _PARALLEL_TOKENS):
+        raise names.other_draft("peagle", where)
     problem = None
     for key in _OTHER_FORM_FLAGS:
         if value := section(source, "dflash_config").get(key):

@@ -16,7 +16,7 @@ from ..errors import MismatchError
 from ..rows.checkpoint import Checkpoint
 from ..rows.files import TensorInfo, item_size
 from ..sources.source import ResolvedSource
-from .taps import default_taps, tap_layers
+from .taps import AUX_LAYER_KEY, default_taps, tap_layers
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,9 @@ class DraftHead:
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
         """Find the layers of a target whose inputs the head reads, None for the default of engines; MismatchError."""
         taps = self.tap_layers
-        if self.kind == "eagle3" and taps:
+        # Layers that no target of so many has are told as such, not as keys that disagree.
+        is_beyond = taps and num_layers is not None and max(taps) > num_layers and AUX_LAYER_KEY in self.config
+        if self.kind == "eagle3" and taps and not is_beyond:
             taps = tap_layers(self.config, self.location, num_layers)
         if num_layers is not None and taps != () and self.kind != "eagle":
             layers = default_taps(num_layers) if taps is None else taps

@@ -25,7 +25,7 @@ from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..rows.checkpoint import Checkpoint, open_checkpoint
 from ..rows.files import WEIGHTS, check_blob
 from ..sources.source import ResolvedSource, open_head_source
-from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
+from .check import check_dtypes, check_eagle, check_eagle3, fc_shape, settle_taps
 from .config import SIZES, metadata_target, normalise_config, quantisation, refuse_foreign, says_dflash, unread_warnings
 from .dflash import in_one_level, settle_dflash
 from .draft_head import DraftHead, LazyTensors
@@ -150,6 +150,8 @@ def head_from_checkpoint(
         if names.FC_BIAS in tensors:
             table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
         taps = settle_taps(tensors, flat, location, tap_layers)
+        if taps == () and names.FC in tensors and tensors.shape(names.FC) != fc_shape(flat, 1):
+            table.dropped[table.stored[names.FC]] = "engines give the head the target's last hidden state as it is"
         if tap_layers is not None and taps:
             flat = with_tap_layers(flat, taps)
     kept = {name: at for name, at in table.stored.items() if name not in names.MAPS and at not in table.dropped}

@@ -105,6 +105,24 @@ def settle_embedding(head: DraftHead, target: ResolvedSource | None) -> DraftHea
     return replace(head, warnings=(*head.warnings, f"embed_tokens.weight is kept: it {reason}"))
 
 
+def tied_warnings(lm_head: LmHead, target: ResolvedSource) -> list[str]:
+    """Warn where a target stores another LM head beside the embedding that config.json says it is, if both are here."""
+    if lm_head.name not in EMBEDDING_NAMES:
+        return []
+    try:
+        other = open_local_lm_head(target.folder, target.label, tied=False)
+        if other.info.shape == lm_head.info.shape:
+            stored = SourceRows(other.checkpoint, other.name, lm_head.info.dtype, target.label)
+            if not len(stored.differing(lm_head.checkpoint.array(lm_head.name))):
+                return []
+    except CheckpointError:
+        return []
+    what = f"{target.label} holds {other.name} beside {lm_head.name}, to which config.json ties it, and they differ"
+    return [
+        f"{what}: rows are the embedding's, as in vLLM and SGLang; transformers 5, and eagle-generate, take the other"
+    ]
+
+
 def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
     """Tell whether a head's embedding is the target's, padding aside, in the head's dtype; None if it is not here."""
     try:

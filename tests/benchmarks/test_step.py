@@ -48,6 +48,16 @@ def test_rows_of_several_draft_vocabularies(random_model: RandomModel, monkeypat
     assert [row["nodes"] for row in found if "prompt" in row] == [8, 1]
 
 
+def test_prompts_with_a_window_of_drafts(random_model: RandomModel) -> None:
+    """The head's cache holds keys and values of 2 heads of 8 float32 numbers: of all places, or those of the window."""
+    tree, draft = TreeConfig(1, 4, 8), (60, "bf16")
+    whole, windowed = step.measure_prompts(random_model, tree, draft, [2500], [0, 16])
+    assert [(row["prompt"], row["draft_window"]) for row in (whole, windowed)] == [(2500, 0), (2500, 16)]
+    assert whole["head_cache_bytes"] >= 2500 * 2 * 2 * 8 * 4 > 3 * windowed["head_cache_bytes"]
+    for row in (whole, windowed):
+        assert row["head_share"] == pytest.approx(row["head_ms"] / row["first_token_ms"])
+
+
 @pytest.mark.parametrize("tree", [TreeConfig(1, 4, 8), None])
 def test_steps_run_ahead(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig | None) -> None:
     seen = []

@@ -48,7 +48,9 @@ class OracleFiles:
             return oracle.build_eagle1_head(folder, is_biased=name == "eagle1_biased")
         options: dict[str, dict[str, Any]] = {"full": {}, "mapped": {"ids": trained}, "other_taps": {"taps": TAPS}}
         options |= {"biased": {"is_biased": True}, "trained_embedding": {"has_trained_embedding": True}}
-        options |= {"target_rows": {"own_lm_head": False}, "head_norms": {"ids": trained, "has_head_norms": True}}
+        options |= {"target_rows": {"own_lm_head": False}, "head_norms": {"ids": trained, "norms": "of heads"}}
+        last = (1, 3, oracle.LAYERS)
+        options |= {"tap_norms": {"norms": "fc_norm"}, "norm": {"norms": "norm_before_fc", "taps": last}}
         return oracle.build_eagle3_head(folder, **options[name])
 
     def _artifact(self, head: str, draft_vocab: int | str, *options: str) -> Path:

@@ -209,19 +209,30 @@ def with_head_norms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return tensors | changed
 
 
+def with_tap_norms(tensors: dict[str, torch.Tensor], taps: Sequence[int], is_each: bool) -> dict[str, torch.Tensor]:
+    """The same EAGLE-3 head with norms before ``fc``, of each tap or of all, which double what it halves."""
+    gains = [torch.full((HIDDEN,), 2 * _rms_after(layer)) for layer in taps]
+    norms = {f"fc_norm.{index}.weight": gain for index, gain in enumerate(gains)}
+    if not is_each:
+        norms = {"input_norm.weight": torch.cat(gains).square().mean().sqrt().expand(len(gains) * HIDDEN).clone()}
+    return tensors | norms | {"fc.weight": tensors["fc.weight"] / 2}
+
+
 def build_eagle3_head(
-    folder, ids=None, taps=None, own_lm_head=True, is_biased=False, has_trained_embedding=False, has_head_norms=False
+    folder, ids=None, taps=None, own_lm_head=True, is_biased=False, has_trained_embedding=False, norms=None
 ):
     """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in their order, as some trainers spell it.
 
     ``taps`` writes a top-level ``eagle_aux_hidden_state_layer_ids``; without it the head is made for the default taps
-    and the config is silent, as most public heads are.
+    and the config is silent, as most public heads are. ``norms``: "of heads", "fc_norm", "norm_before_fc".
     """
     tensors = eagle3_tensors(taps or DEFAULT_TAPS, sign=-1.0 if own_lm_head else 1.0)
     if is_biased:
         tensors = with_biases(tensors, "midlayer.")
-    if has_head_norms:
+    if norms == "of heads":
         tensors = with_head_norms(tensors)
+    elif norms is not None:
+        tensors = with_tap_norms(tensors, taps or DEFAULT_TAPS, is_each=norms == "fc_norm")
     if has_trained_embedding:
         # The other way round, and read so: with the target's it drafts wrongly.
         tensors["embed_tokens.weight"] = -codes()
@@ -242,6 +253,7 @@ def build_eagle3_head(
     config["draft_vocab_size"] = draft_vocab if own_lm_head else None
     if has_trained_embedding:
         config["embed_requires_grad"] = True
+    config |= {} if norms in (None, "of heads") else {norms: True}
     if taps is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(taps)
     return write_model(folder, config, tensors)

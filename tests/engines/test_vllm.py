@@ -32,6 +32,8 @@ MORE_CASES = {
     "biases of attention and MLP, to 640": ("biased", 640),
     "an embedding that was trained, to 640": ("trained_embedding", 640),
     "norms of q and k, map, to 320": ("head_norms", 320),
+    "a norm before fc for each tap, to 640": ("tap_norms", 640),
+    "a norm before fc, the last layer's output, to 640": ("norm", 640, "--tap-layers", f"1,3,{oracle.LAYERS}"),
     "EAGLE-1, unchanged head": ("eagle1", 320),
     "EAGLE-1 with biases of attention and MLP": ("eagle1_biased", 320),
     "DFlash in z-lab's form": ("dflash", 320),

@@ -81,6 +81,11 @@ def test_options_of_a_head(name: str, device: str) -> None:
         assert not replay(other, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
 
 
+def test_norms_of_a_wider_targets_taps(device: str) -> None:
+    head = with_options(random_head(target_hidden=80, device=device), tap_norms=3, norm_output=True)
+    assert_is_the_references(draft(head, (1, 2, 5), [5], [3]))
+
+
 @pytest.mark.parametrize(
     ("kind", "weight_dtype", "size"),
     [

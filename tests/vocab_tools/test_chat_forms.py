@@ -188,29 +188,45 @@ def test_a_turn_ends_with_the_last_token_that_is_written_for_it(template, tokens
     assert counted(template, tokens, [USER, says("A"), USER, says("ω")]) == expected
 
 
+# gpt-oss: thoughts stand in the last turn and before a call that no answer follows; of a call's thoughts and words the
+# template takes one.
 HARMONY = (
-    "{% set ns = namespace(final=false) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
-    "{% set ns.final = true %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if m.thinking and (not ns.final or loop.last) %}<|start|>assistant<|channel|>analysis"
-    "<|message|>{{ m.thinking }}"
-    "<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to={{ m.tool_calls[0].function.name }}"
-    "<|channel|>commentary"
-    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final"
-    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>{% for m in messages %}"
+    "{% set thought = '<|start|>assistant<|channel|>analysis<|message|>' %}{% if m.role == 'user' %}<|start|>user"
+    "<|message|>{{ m.content }}<|end|>{% elif m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant"
+    "<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>{% elif 'tool_calls' in m %}"
+    "{% set ns = namespace(final=false) %}"
+    "{% for later in messages[loop.index:] if later.role == 'assistant' and 'tool_calls' not in later %}"
+    "{% set ns.final = true %}{% endfor %}{% set call = m.tool_calls[0].function %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}"
+    "{% elif (m.content or m.thinking) and not ns.final %}{{ thought + (m.content or m.thinking) + '<|end|>' }}"
+    "{% endif %}<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
+    "{{ call.arguments | tojson }}<|call|>{% elif loop.last and not add_generation_prompt %}{% if 'thinking' in m %}"
+    "{{ thought + m.thinking + '<|end|>' }}{% endif %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "<|return|>{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     + ASK
     + "<|start|>assistant{% endif %}"
 )
+ANSWERED = "<|start|>assistant<|channel|>final<|message|>"
+CALLED = '<|start|>assistant to=functions.λ<|channel|>commentary json<|message|>{"v": "μμμ"}<|call|>'
+CALLS = {"tool_calls": [CALL]}
 
 
-def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped() -> None:
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (says("ω", thinking="κκ"), [f"<|channel|>analysis<|message|>κκ<|end|>{ANSWERED}ω<|return|>"]),
+        (says(None, **CALLS), [CALLED.removeprefix("<|start|>assistant")]),
+        (says("ω", **CALLS), [f"<|channel|>analysis<|message|>ω<|end|>{CALLED}"]),
+        (says(None, **CALLS, reasoning_content="κκ"), [f"<|channel|>analysis<|message|>κκ<|end|>{CALLED}"]),
+        (says("ω", **CALLS, reasoning_content="κκ"), [f"<|channel|>analysis<|message|>κκ\nω<|end|>{CALLED}"]),
+    ],
+)
+def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped(first: Any, expected: list[str]) -> None:
     tokens = "<|start|> <|channel|> <|message|> <|end|> <|call|> <|return|>"
-    chat = [USER, says(None, tool_calls=[CALL], reasoning_content="κκ"), RESULT, says("ωω", reasoning_content="κ")]
-    assert counted(HARMONY, tokens, chat) == [
-        "<|channel|>analysis<|message|>κκ<|end|><|start|>assistant to=λ<|channel|>commentary<|message|>"
-        '{"v": "μμμ"}<|call|>',
-        "<|channel|>analysis<|message|>κ<|end|><|start|>assistant<|channel|>final<|message|>ωω<|return|>",
-    ]
+    between = RESULT if "tool_calls" in first else USER
+    found = counted(HARMONY, tokens, [USER, first, between, says("ωω", reasoning_content="κ")])
+    assert found == [*expected, f"<|channel|>analysis<|message|>κ<|end|>{ANSWERED}ωω<|return|>"]
 
 
 def test_variables_of_a_template_are_given() -> None:

@@ -25,6 +25,7 @@ def test_weights_are_shares_whatever_the_size() -> None:
     for weights, words in (
         ({"c": 1}, "no source named 'c'.*chat, code"),
         ({"chat": -1}, "weight above 0, found -1"),
+        ({"chat": 1e308, "code": 1e308}, "at most 1e300, found 1e"),
         ({"chat": 0, "code": 0}, "Every source has weight 0"),
     ):
         with pytest.raises(UsageError, match=words):

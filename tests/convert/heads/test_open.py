@@ -261,6 +261,7 @@ def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, 
     [
         ({"residual_multiplier": 0.22, "logit_scale": 1}, "residual_multiplier = 0.22:"),
         ({"attention_multiplier": 1.0}, "attention_multiplier = 1.0:"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0:"),
         ({"scale_emb": 10**400}, "scale_emb = 1000"),
         ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, "scale_emb = 12, attn_logit_softcapping = 50.0:"),
         ({"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]:"),

@@ -79,6 +79,11 @@ def test_layers_that_the_target_has_not(tmp_path, changes, layers):
         open_head(write(tmp_path / "head", **changes)).taps(layers)
 
 
+def test_given_layers_beyond_the_target_are_told_as_such(tmp_path):
+    with raises(MismatchError, option="layers [1, 2, 9] of the target are to be read, and it has 8"):
+        open_head(write(tmp_path / "head"), tap_layers=[1, 2, 9]).taps(8)
+
+
 def test_given_layers_that_are_none(tmp_path):
     folder = write(tmp_path / "head")
     for given in ((2, 4), (-1, 4, 5), (4, 2, 5), 3):

@@ -157,6 +157,22 @@ def test_rows_from_the_target(tmp_path, tied, shards, dtype):
     assert done.manifest.lm_head == found | {"dtype": "bfloat16", "rounded": dtype == "float32"}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_lm_head_unlike_the_embedding_that_it_is_tied_to_is_told(tmp_path, shards):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    for tied, own in ((True, True), (True, False), (False, True)):
+        target = write_target(tmp_path / f"target-{tied}-{own}", shards=shards)
+        if not own:
+            tensors = load_file(target / "model.safetensors") if shards == 1 else {}
+            for file in target.glob("*-of-*.safetensors"):
+                tensors |= load_file(file)
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            heads.write_tensors(target, tensors, "safetensors" if shards == 1 else "sharded")
+        heads.change_config(target, tie_word_embeddings=tied)
+        done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out", force=True)
+        assert any("they differ" in warning for warning in done.manifest.warnings) == (tied and own)
+
+
 def test_rows_too_large_for_the_heads_dtype(tmp_path):
     target = write_target(tmp_path / "target")
     tensors = load_file(target / "model.safetensors")

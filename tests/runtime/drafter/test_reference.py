@@ -52,6 +52,9 @@ def biases(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 
 TAP_NORMS = {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)}
+TWO_TAPS = {"taps": 2, "eagle_aux_hidden_state_layer_ids": [1, 4]}
+WIDE = {"fc.weight": torch.randn(48, 3 * HIDDEN, generator=torch.Generator().manual_seed(2)) / 8}
+WIDE["embed_tokens.weight"] = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(3))
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "map": {"draft_ids": [5, 2, 19, 7, 8, 22, 11]},
@@ -63,6 +66,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "norm-before-residual": {"norm_before_residual": True},
     "input-norm": {"norm_before_fc": True, "extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)}},
     "fc-norm": {"fc_norm": True, "extra": TAP_NORMS},
+    "two-fc-norms": {"fc_norm": True, "norm_output": True, "extra": dict(list(TAP_NORMS.items())[:2]), **TWO_TAPS},
+    "last-state": {"taps": 1, "eagle_config": {"use_aux_hidden_state": False}},
+    "own-width": {"hidden": 48, "target_hidden_size": HIDDEN, "norm_before_fc": True, "draft_ids": [5, 2, 19, 7, 8]}
+    | {"extra": {**WIDE, "input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)}},
     "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
     "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
     "window-and-sinks": {"layer_types": ["sliding_attention"], "sliding_window": 3, "sinks": 2},
