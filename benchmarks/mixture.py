@@ -71,7 +71,7 @@ ACCEPTED = {"gpt-oss-20b": 2.35, "gpt-oss-120b": 2.41}
 """Tokens a step at chains of 3, as published; of others 2.2."""
 PASSES = {1: (1, 2, 4, 8, 60), 16: (1,)}
 """Rows of a pass, by its sequences."""
-MEMORY = "memory/131072"
+MEMORY, LAST = "memory/131072", 64
 STEPS = 240
 """Steps of a round; their lengths have the mean that is asked for."""
 STAND_OUT = 20.0
@@ -193,12 +193,12 @@ class Mixture:
 
     def time_memory(self, tokens: int) -> dict[str, Any]:
         """Allocate a cache of ``tokens`` for a drafting decoder, and time plain steps at its end."""
-        cache, tree = self.random.new_cache(1, tokens + ROOM), TreeConfig(2, 1, 4)
+        cache, tree, prefix = self.random.new_cache(1, tokens), TreeConfig(2, 1, 4), tokens - LAST
         decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, ROWS, [1] * 4)]
-        capture_steps([(each, 1) for each in decoders], tokens)
+        capture_steps([(each, 1) for each in decoders], prefix)
         used = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return {"allocated_GB": used / 1e9, "cache_GB": cache.size_bytes / 1e9} | phase_times(
-            decoders[0], 1, tokens, has_phases=False
+            decoders[0], 1, prefix, has_phases=False
         )
 
     def time_layer(self, rows: int) -> dict[str, Any]:

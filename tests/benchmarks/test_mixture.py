@@ -15,7 +15,7 @@ SIZES = {
     "qwen3": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
     "gpt-oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 32},
 }
-ROWS = ["pass/uniform/1/6", "pass/uniform/3/1", "step/uniform/1", "draft/uniform/4", "draft/uniform/4/all", "memory/20"]
+ROWS = ["pass/uniform/1/6", "pass/uniform/3/1", "step/uniform/1", "draft/uniform/4", "draft/uniform/4/all", "memory/90"]
 
 
 @pytest.fixture(autouse=True)

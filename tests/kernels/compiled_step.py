@@ -228,21 +228,22 @@ def run_experts(compiler: Compiler, groups: int) -> None:
 
 
 def run_gpt_oss(compiler: Compiler) -> None:
-    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for 16 rows."""
-    compiler.variant = "16 rows, MXFP4"
-    count, width, hidden, top_k, rows, bf16 = 32, 2880, 2880, 4, 16, {"dtype": torch.bfloat16}
+    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token and a tree."""
+    count, width, hidden, top_k, bf16 = 32, 2880, 2880, 4, {"dtype": torch.bfloat16}
     sizes = count, count * 2 * width, count * hidden
     gate_up, down = (Mxfp4Weight.empty(size, hidden, torch.device("cpu")) for size in sizes[1:])
     biases = experts.Biases(*(torch.empty(size, **bf16) for size in sizes))
     layer = experts.Experts(
         torch.empty(count, hidden, **bf16), gate_up, down, top_k, False, biases, experts.Clamp(1.702, 7.0)
     )
-    x = torch.zeros(rows, hidden, **bf16)
-    normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
-    norm, routing = products.Norm(x[0], 1e-5, 1.0), experts.Routing.allocate(layer, rows)
-    experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
-    experts.gated_experts(normed, norm, layer, routing)
-    experts.add_experts(layer, routing, norm, normed)
+    for rows in (1, NODES):
+        compiler.variant = f"{rows} rows, MXFP4"
+        x = torch.zeros(rows, hidden, **bf16)
+        normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
+        norm, routing = products.Norm(x[0], 1e-5, 1.0), experts.Routing.allocate(layer, rows)
+        experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
+        experts.gated_experts(normed, norm, layer, routing)
+        experts.add_experts(layer, routing, norm, normed)
 
 
 def main() -> None:
