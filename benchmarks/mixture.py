@@ -4,18 +4,15 @@
     python -m benchmarks.mixture --dims gpt-oss-20b
 
 Random weights of Qwen3-30B-A3B's dimensions, or gpt-oss' with experts in MXFP4; 61 GB of them are made on the card, 14
-of gpt-oss-20b, 65 of gpt-oss-120b. Where a token goes is drawn: a part of
-its embedding, which stands out of what layers add, holds a number for each expert, and every layer's router reads them
-in an order of its own. Routers: ``uniform``, where these numbers are noise, so that rows share few experts;
-``biased``, where experts are as frequent as a Zipf law says (exponent 0.5), with an offset of each sequence's own that
-is set so that 6 tokens of one touch 24 experts of a layer, as was counted of Qwen3-30B-A3B; in other dimensions as
-large a share of what the uniform router touches. Each row says what a layer
-of it touched. Rows:
+of gpt-oss-20b, 65 of gpt-oss-120b. Where a token goes is drawn by the LAW ``uniform`` or ``biased`` (`shared.routing`).
+Each row says what a layer of it touched. Rows:
 
 * ``exact``: a layer's kernels against their twins, and each row's bits alone, in company, and in prompts;
 * ``tokens``: drafted answers are the plain ones, of a model of four layers, alone and side by side;
 * ``pass/LAW/SEQUENCES/ROWS``: a pass of the target after 512 tokens of each sequence, and the time that its bytes take
   at the card's copy rate;
+* ``price/LAW/SEQUENCES/ROWS``: what exact rows cost: such a pass beside the same with both products of the experts by
+  `torch._grouped_mm`, over rows that the device sorts by expert, and all around them by `torch.compile`;
 * ``step/LAW/SEQUENCES``: a plain step, its tokens chosen;
 * ``draft/LAW/NODES[/all]``: chains, over plain steps in turn: 2.2 tokens a step (gpt-oss 2.35 and 2.41; of 3 nodes
   1.9), a head of 32,000 rows, or of all;
@@ -33,18 +30,32 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
+from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import experts as kernels
 from eagle_slim.runtime.target.kernels.experts import Experts, Routing
-from eagle_slim.runtime.target.kernels.products import Norm, NormedRows, embed, embed_ref, lift_of, num_groups
+from eagle_slim.runtime.target.kernels.products import (
+    Norm,
+    NormedRows,
+    embed,
+    embed_ref,
+    lift_of,
+    num_groups,
+    put_residual_ref,
+    source_of,
+)
 from torch import Tensor
 
 from benchmarks.shared.command import Command, show, write
@@ -52,7 +63,6 @@ from benchmarks.shared.decoding import (
     EXPERTS,
     SPARE_LENGTH,
     TARGET_WEIGHTS,
-    RandomModel,
     capture_steps,
     captured_pass,
     guessable_model,
@@ -64,6 +74,7 @@ from benchmarks.shared.decoding import (
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import draw_lengths
+from benchmarks.shared.routing import STAND_OUT, RoutedModel
 from benchmarks.shared.timing import copy_bytes_per_s, machine, time_queued_us
 
 PREFIX, ROWS, ROOM = 512, 32000, 512
@@ -74,37 +85,70 @@ PASSES = {1: (1, 2, 4, 8, 60), 16: (1,)}
 MEMORY, LAST = "memory/131072", 64
 STEPS = 240
 """Steps of a round; their lengths have the mean that is asked for."""
-STAND_OUT = 20.0
-"""Size of the part of an embedding that routers read, beside what all layers add, about 1."""
-TOUCHED = 24 / 41.1
-"""Share of the experts that 6 tokens touch by a uniform router which those of a sequence touch by a biased one."""
+MOST_DIFFERENT = 0.05
+"""Norm of the difference of logits over their norm, from which on products are wrong: rounding leaves less."""
 
 
-class Law:
-    """Numbers for experts by token: a base of all, an offset of each class of tokens, and noise of each."""
+@dataclass(frozen=True)
+class OtherOps(Ops):
+    """Our operations, but for ``parts`` by name."""
 
-    def __init__(self, name: str, experts: int, top_k: int, classes: int) -> None:
-        draw = torch.Generator().manual_seed(classes)
-        self.classes, self.experts, self.top_k, self._draw = classes, experts, top_k, draw
-        rank = torch.randperm(experts, generator=draw) + 1
-        self.base, self.offsets = torch.zeros(experts), torch.zeros(classes, experts)
-        if name == "biased":
-            self.base = -0.5 * rank.float().log()
-            unit, low, high = torch.randn(classes, experts, generator=draw), 0.0, 8.0
-            wanted = TOUCHED * experts * (1 - (1 - top_k / experts) ** 6)
-            for _ in range(20):
-                self.offsets = unit * (low + high) / 2
-                low, high = ((low + high) / 2, high) if self.touched(6) > wanted else (low, (low + high) / 2)
+    parts: Mapping[str, Any]
 
-    def touched(self, tokens: int, tries: int = 64) -> float:
-        """Count the experts that tokens of a class touch, in the mean."""
-        picked = self.numbers(torch.zeros(tries * tokens, dtype=torch.int64)).topk(self.top_k).indices
-        return sum(len(each.unique()) for each in picked.view(tries, -1)) / tries
+    def __call__(self, operation: Any) -> Any:
+        """Return what runs in place of the operation."""
+        return self.parts.get(operation.__name__) or super().__call__(operation)
 
-    def numbers(self, tokens: Tensor) -> Tensor:
-        """Draw the numbers of tokens, [tokens, experts]."""
-        noise = -torch.empty(len(tokens), self.experts).exponential_(generator=self._draw).log()
-        return self.base + self.offsets[tokens % self.classes] + noise
+
+class GroupedProducts:
+    """Both products of the experts by `torch._grouped_mm`, whose sums depend on how many rows an expert has.
+
+    ``fuse`` compiles what is around them.
+    """
+
+    def __init__(self, fuse: Callable[[Any], Any]) -> None:
+        self._sort, self._gate, self._add = map(fuse, (self._sorted, self._gated, self._added))
+        self._order: tuple[Tensor, ...] = ()
+        """Of the last rows: their pairs by expert, the place of each pair among these, and where each expert's end."""
+
+    @staticmethod
+    def _sorted(picked: Tensor, scaled: Tensor, count: int) -> tuple[Tensor, ...]:
+        experts, pair = picked.flatten(), torch.arange(picked.numel(), device=picked.device)
+        is_before = (experts[None] < experts[:, None]) | ((experts[None] == experts[:, None]) & (pair < pair[:, None]))
+        place = is_before.sum(1)
+        order = torch.zeros_like(place).scatter(0, place, pair)
+        ends = (experts[None] <= torch.arange(count, device=picked.device)[:, None]).sum(1).to(torch.int32)
+        return scaled[order // picked.shape[1]], order, place, ends
+
+    @staticmethod
+    def _gated(both: Tensor, factor: Tensor, order: Tensor, top_k: int) -> Tensor:
+        gate, up = (both.float() * factor[order // top_k]).chunk(2, -1)
+        return (F.silu(gate) * up).to(both.dtype)
+
+    @staticmethod
+    def _added(parts: Tensor, place: Tensor, weights: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None) -> None:
+        of_row = parts.float()[place].view(*weights.shape, -1) * weights[..., None]
+        put_residual_ref(rows.residual.float() + of_row.sum(1), norm, rows, tap)
+
+    def gated_experts(
+        self, rows: NormedRows, norm: Norm, experts: Experts, routing: Routing, lift: float = 1.0
+    ) -> None:
+        """Compute `kernels.gated_experts` of rows that are all in use, sorted by expert; ``lift`` is 1."""
+        scaled, picked = rows.scaled, routing.picks.experts[: len(rows.scaled)]
+        x, *order_of = self._sort(picked, scaled, experts.count)
+        order, _, ends = self._order = tuple(order_of)
+        weight = source_of(experts.gate_up).view(experts.count, -1, scaled.shape[1]).transpose(1, 2)
+        both = torch._grouped_mm(x, weight, offs=ends)
+        routing.gated[: len(x)] = self._gate(both, rows.factor(norm), order, experts.top_k)
+
+    def add_experts(
+        self, experts: Experts, routing: Routing, norm: Norm, rows: NormedRows, tap: Tensor | None = None
+    ) -> None:
+        """Compute `kernels.add_experts` after `gated_experts`."""
+        order, place, ends = self._order
+        weight = source_of(experts.down).view(experts.count, -1, experts.width).transpose(1, 2)
+        parts = torch._grouped_mm(routing.gated[: len(order)], weight, offs=ends)
+        self._add(parts, place, routing.picks.weights[: len(rows.scaled)], norm, rows, tap)
 
 
 class Mixture:
@@ -114,34 +158,17 @@ class Mixture:
         self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, weights: str = "bf16"
     ) -> None:
         self.name, self.device = name, device
-        self.random = RandomModel(name, device, dtype, weights=weights)
-        self.model: Any = self.random.target.model
-        self._numbers: dict[tuple[str, int], Tensor] = {}
-        draw, target = torch.Generator().manual_seed(0), self.random.target
-        assert isinstance(target, FusedTarget)
-        self.layers = [layer.mlp for layer in target.layers if isinstance(layer.mlp, Experts)]
-        self.count, self.top_k = self.layers[0].count, self.layers[0].top_k
-        for each in self.layers:
-            each.router.data.zero_()[torch.arange(self.count), torch.randperm(self.count, generator=draw)] = 1.0
-
-    def follow(self, law: str, classes: int) -> None:
-        """Let tokens be routed by a law, token t as those of class ``t % classes``."""
-        embedding = self.model.model.embed_tokens.weight.data
-        if (law, classes) not in self._numbers:
-            drawn = Law(law, self.count, self.top_k, classes)
-            numbers = drawn.numbers(torch.arange(len(embedding)))
-            numbers = (numbers - numbers.mean(1, keepdim=True)) / numbers.std() * STAND_OUT
-            self._numbers[law, classes] = numbers.to(embedding)
-        embedding[:, : self.count] = self._numbers[law, classes]
+        self.random = RoutedModel(name, device, dtype, weights)
+        self.model, self.follow, self.layers = self.random.model, self.random.follow, self.random.layers
 
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        return self.layers[0].size_bytes // self.count
+        return self.layers[0].size_bytes // self.layers[0].count
 
     def read_bytes(self, touched: float, kv_rows: int) -> float:
         """Count the bytes that a pass reads which touches as many experts of each layer."""
-        more = len(self.layers) * (touched - self.top_k)
+        more = len(self.layers) * (touched - self.layers[0].top_k)
         return self.random.weight_bytes + more * self.expert_bytes + self.random.kv_bytes(kv_rows)
 
     def compile_passes(self, names: list[str]) -> None:
@@ -151,23 +178,50 @@ class Mixture:
         if shapes and self.device.type == "cuda":
             cache = self.random.new_cache(max(places for places, _ in shapes), PREFIX + ROOM)
             tokens = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
-            runs = [pass_over(target, cache, each, PREFIX) for each in tokens]
+            runs = [pass_over(target, cache, each, PREFIX)[0] for each in tokens]
             with only_compiled():
                 for run in runs:
                     run()
 
     def time_pass(self, law: str, places: int, nodes: int, bandwidth: float) -> dict[str, Any]:
         """Time a pass of so many rows of each of ``places`` sequences."""
-        self.follow(law, places)
-        cache, target = self.random.new_cache(places, PREFIX + ROOM), self.random.target
-        draw = torch.Generator().manual_seed(nodes)
-        tokens = torch.randint(target.vocab_size // places, (places, nodes), generator=draw) * places
-        tokens += torch.arange(places)[:, None]
-        found = captured_pass(target, cache, tokens.to(self.device), PREFIX)
+        cache, tokens = self._prepare(law, places, nodes)
+        found = captured_pass(self.random.target, cache, tokens, PREFIX)
         touched = found.touched()
         ms = statistics.median(time_queued_us(found.run, self.device, 5) for _ in range(5)) / 1e3
         floor_ms = self.read_bytes(touched, places * PREFIX) / bandwidth * 1e3
         return {"touched": touched, "pass_ms": ms, "floor_ms": floor_ms, "over_floor": ms / floor_ms}
+
+    def _prepare(self, law: str, places: int, nodes: int) -> tuple[KVCache, Tensor]:
+        """Return a cache, and tokens [places, nodes] of so many sequences that are routed by a law."""
+        self.follow(law, places)
+        draw = torch.Generator().manual_seed(nodes)
+        tokens = torch.randint(self.random.target.vocab_size // places, (places, nodes), generator=draw) * places
+        tokens += torch.arange(places)[:, None]
+        return self.random.new_cache(places, PREFIX + ROOM), tokens.to(self.device)
+
+    def time_price(self, law: str, places: int, nodes: int) -> dict[str, Any]:
+        """Time a pass, and the same with grouped products, in turn."""
+        experts = self.random.target.experts
+        if experts is None or not isinstance(experts.gate_up, Tensor):
+            return {"not_run": "grouped products take experts in the model's type"}
+        cache, tokens = self._prepare(law, places, nodes)
+        target: Any = self.random.target
+        grouped = GroupedProducts(partial(torch.compile, dynamic=False) if tokens.is_cuda else lambda run: run)
+        parts = {"gated_experts": grouped.gated_experts, "add_experts": grouped.add_experts}
+        runs, logits = [], []
+        for ops in (target.ops, OtherOps(target.ops.use_kernels, parts)):
+            with mock.patch.object(target, "ops", ops):
+                found = captured_pass(target, cache, tokens, PREFIX)
+            found.run()
+            runs.append(found.run)
+            logits.append(found.logits.float())
+        norms = [float(each.norm()) for each in (logits[0] - logits[1], logits[0])]
+        if norms[0] > MOST_DIFFERENT * norms[1]:
+            raise RuntimeError(f"Grouped products give other logits: {norms[0] / norms[1]:.3f} of their norm.")
+        times = [[time_queued_us(run, self.device, 5) / 1e3 for run in runs] for _ in range(9)]
+        ours, theirs = map(statistics.median, zip(*times, strict=True))
+        return {"ours_ms": ours, "grouped_ms": theirs, "percent": 100 * (ours / theirs - 1)}
 
     def time_step(self, law: str, places: int) -> dict[str, Any]:
         """Time a plain step."""
@@ -325,7 +379,9 @@ def all_rows() -> list[str]:
     drafts = [f"draft/{law}/{nodes}" for law in ("biased", "uniform") for nodes in (4, 3)]
     drafts.insert(1, "draft/biased/4/all")
     layers = [f"layer/{rows}" for rows in (1, 4, 16, 60)]
-    return ["exact", "tokens", *passes, *steps, *drafts[:2], "prompt/4096", *layers, *drafts[2:], "prompt/512", MEMORY]
+    prices = [f"price/{law}/{rows}" for rows in ("1/1", "1/4", "16/1") for law in ("biased", "uniform")]
+    timed = [*passes, *steps, *drafts[:2], "prompt/4096", *prices, *layers, *drafts[2:], "prompt/512", MEMORY]
+    return ["exact", "tokens", *timed]
 
 
 @torch.inference_mode()
@@ -333,6 +389,8 @@ def measured_row(mixture: Mixture, kind: str, rest: list[str], bandwidth: float)
     """Time the row of a kind."""
     if kind == "pass":
         return mixture.time_pass(rest[0], int(rest[1]), int(rest[2]), bandwidth)
+    if kind == "price":
+        return mixture.time_price(rest[0], int(rest[1]), int(rest[2]))
     if kind == "step":
         return mixture.time_step(rest[0], int(rest[1]))
     if kind == "draft":

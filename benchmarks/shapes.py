@@ -9,8 +9,9 @@ choice by step, which begins each round with nothing learned. Rows, those that t
 * ``slots/N``: SmolLM2 and its head over 16,384 rows, N sequences at a time, all prompts;
 * ``text/ROWS/CATEGORY``: the same over ROWS rows, one sequence at a time, the first prompts of one category;
 * ``drawn/DIMS/LAW/N``: random weights of DIMS, 32,000 rows, N sequences; a child of rank r at level l is accepted with
-  chance q_l * 0.2 ** r, of q = 0.75, 0.65, 0.6, 0.6, ... (falling), 0.3 or 0.1 at every level. All variants take the
-  same draws;
+  chance q_l * 0.2 ** r, of q = 0.75, 0.65, 0.6, 0.6, ... (falling), or the same at every level. All variants take the
+  same draws. Of a mixture, whose router is uniform (`shared.routing`), these are plain decoding and the choice alone.
+  Steps that only time a shape are not counted, but in ``timing_s`` of ``parts``;
 * ``change/ROWS/BEFORE/AFTER``: ten prompts of one category right after ten of another, so that all that is known is of
   the other; one sequence at a time;
 * ``mixed/N``: as ``slots/N``, prompts of mathematics and German side by side;
@@ -46,12 +47,23 @@ from eagle_slim.runtime import GenerationStats, SpeculativeModel
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import MAX_WAITING, TreeConfig
-from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, ShapeChooser, first_shape, shapes_for
+from eagle_slim.runtime.step.shapes import (
+    LARGE,
+    OF_MIXTURES,
+    SHAPES,
+    Acceptance,
+    Costs,
+    ShapeChooser,
+    first_shape,
+    shapes_for,
+    shapes_up_to,
+)
 
 from benchmarks.shared import decoding
 from benchmarks.shared.command import Command, show, whole_from, write
-from benchmarks.shared.decoding import RandomModel, fill, run_steps
+from benchmarks.shared.decoding import EXPERTS, RandomModel, fill, run_steps
 from benchmarks.shared.drawn_verdicts import DrawnVerdicts, draw_ranks
+from benchmarks.shared.routing import RoutedModel
 from benchmarks.shared.timing import machine
 
 PROMPTS = (Path(__file__).with_name("prompts.jsonl"), Path(__file__).parents[1] / "examples" / "prompts.jsonl")
@@ -63,6 +75,8 @@ LAWS: Mapping[str, Callable[[int], float]] = {
     "0.3": lambda _: 0.3,
     "0.1": lambda _: 0.1,
 }
+RATES = ("0.0", "0.2", "0.4", "0.6", "0.8", "1.0")
+"""Acceptance at every level, of mixtures."""
 SAMPLED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 ROWS, PREFIX = 32000, 512
 MAX_LENGTH = 1024
@@ -91,7 +105,9 @@ def all_rows() -> list[str]:
     ]
     slots = [f"{kind}/{count}" for kind in ("slots", "sampled") for count in (16, 4, 1)]
     change = [f"change/{rows}/{kinds}" for kinds in CHANGES for rows in ("full", 16384, 512)]
-    return [*slots[:3], *change, "mixed/16", *text[:3], *drawn[:9], *text[3:], "unknown/4", *slots[3:], *drawn[9:]]
+    mixtures = [f"drawn/{dims}/{law}/1" for dims in ("qwen3-30b-a3b",) for law in RATES]
+    dense = [*slots[:3], *change, "mixed/16", *text[:3], *drawn[:9], *text[3:], "unknown/4", *slots[3:], *drawn[9:]]
+    return [*dense, *mixtures]
 
 
 @cache
@@ -265,7 +281,7 @@ class DrawnVariants:
                 name_of(shape): [number, statistics.median(chooser.step_ms[shape] or [0.0])]
                 for shape, number in chooser.steps.items()
             }
-            self.parts["chosen"].append({"chooser_s": chooser.host_s, "steps": ran})
+            self.parts["chosen"].append({"chooser_s": chooser.host_s, "timing_s": found.timing_s, "steps": ran})
         return found.tokens / (found.step_ms * steps) * 1e3
 
     @torch.inference_mode()
@@ -273,9 +289,11 @@ class DrawnVariants:
         """Run steps with every variant in turn: tokens/s by round."""
         self.parts.clear()
         assert isinstance(self.decoder.steps.revise, DrawnVerdicts)
-        self.decoder.steps.revise.drawn.copy_(draw_ranks(LAWS[law]))
-        first = first_shape(self.slots, self.shapes)
-        variants = {name_of(shape): partial(self.run, [shape], self.steps) for shape in self.shapes}
+        self.decoder.steps.revise.drawn.copy_(draw_ranks(LAWS.get(law, lambda _: float(law))))
+        is_mixture = self.model.target.is_mixture
+        first = first_shape(self.slots, self.shapes, is_mixture)
+        fixed = (None,) if is_mixture else self.shapes
+        variants = {name_of(shape): partial(self.run, [shape], self.steps) for shape in fixed}
         every = [first, *(shape for shape in self.shapes if shape != first)]
         return _in_turn(variants | {"chosen": partial(self.run, every, self.steps)}, rounds, seconds)
 
@@ -306,13 +324,23 @@ def variants_of(kind: str, shapes: Shapes, steps: int, device: torch.device) -> 
 @cache
 def kept_variants_of(kind: str, steps: int, device: torch.device) -> TextVariants | DrawnVariants:
     """Return the variants of a kind's rows, ready in every shape."""
-    return variants_of(kind, shapes_for(slots_of(kind), SHAPES), steps, device)
+    return variants_of(kind, shapes_of(kind), steps, device)
 
 
 @cache
 def random_model(dims: str, device: torch.device) -> RandomModel:
-    """Build the random weights of ``dims``."""
-    return RandomModel(dims, device)
+    """Build the random weights of ``dims``; a mixture's router is uniform."""
+    if dims not in EXPERTS:
+        return RandomModel(dims, device)
+    model = RoutedModel(dims, device)
+    model.follow("uniform", 1)
+    return model
+
+
+def shapes_of(kind: str) -> list[TreeConfig | None]:
+    """List the shapes that steps of a kind of rows choose among."""
+    is_mixture = kind.startswith("drawn") and kind.split("/")[1] in EXPERTS
+    return shapes_for(slots_of(kind), shapes_up_to(LARGE, OF_MIXTURES) if is_mixture else SHAPES)
 
 
 def slots_of(kind: str) -> int:
@@ -395,7 +423,7 @@ def make_all_ready(rows: Sequence[str], device: torch.device) -> None:
         jobs, pools = {}, {"drawn": random, "unknown": renamed}
         for kind in kinds:
             alike = defaultdict(list)
-            for shape in shapes_for(slots_of(kind), SHAPES):
+            for shape in shapes_of(kind):
                 alike[1 if shape is None else shape.top_k].append(shape)
             for top_k, shapes in alike.items():
                 pool = pools.get(kind.partition("/")[0], workers)

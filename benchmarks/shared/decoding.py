@@ -479,14 +479,15 @@ class NotingOps:
 
 
 class Pass(NamedTuple):
-    """A pass of the target alone, and the mean of the experts that a layer of it touches."""
+    """A pass of the target alone, the mean of the experts that a layer of it touches, and the logits it writes."""
 
     run: Callable[[], None]
     touched: Callable[[], float]
+    logits: Tensor
 
 
-def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Callable[[], None]:
-    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of each slot."""
+def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> tuple[Callable[[], None], Tensor]:
+    """Return a pass over ``tokens`` int64 [places, nodes], chains after ``prefix`` tokens of a slot, and its logits."""
     places, nodes = tokens.shape
     device, places_of = tokens.device, torch.arange(places, dtype=torch.int32, device=tokens.device)
     lengths = torch.full((places,), prefix, dtype=torch.int32, device=device)
@@ -495,13 +496,13 @@ def pass_over(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Ca
     count = torch.tensor([places], dtype=torch.int32, device=device)
     Ops.for_device(device)(tree_rows)(Trees(places_of, count, tokens, node - 1, node), rows)
     bufs = target.new_buffers(places, nodes, places * nodes, cache.capacity)
-    return partial(target.forward, rows, cache.first(places), bufs)
+    return partial(target.forward, rows, cache.first(places), bufs), bufs.logits
 
 
 def captured_pass(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -> Pass:
     """Return a `pass_over` tokens, captured on a GPU; call it in inference mode."""
     assert isinstance(target, FusedTarget)
-    run = pass_over(target, cache, tokens, prefix)
+    run, logits = pass_over(target, cache, tokens, prefix)
 
     def touched() -> float:
         noting = NotingOps(target.ops)
@@ -510,13 +511,13 @@ def captured_pass(target: Target, cache: KVCache, tokens: Tensor, prefix: int) -
         return sum(noting.touched) / max(1, len(noting.touched))
 
     if tokens.device.type != "cuda":
-        return Pass(run, touched)
+        return Pass(run, touched, logits)
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     # What the graph reads and writes lives as long as it does.
-    return Pass(partial(_replay, graph, run), touched)
+    return Pass(partial(_replay, graph, run), touched, logits)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _held: object) -> None:
@@ -597,11 +598,15 @@ def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: Attentio
 
 
 class StepsRun(NamedTuple):
-    """A run of steps: wall-clock milliseconds of one, tokens that all sequences gained, and their steps."""
+    """A run of steps: wall-clock milliseconds of one, tokens that all sequences gained, and their steps.
+
+    ``timing_s``: of steps that were run only to time a shape, not counted in ``step_ms``.
+    """
 
     step_ms: float
     tokens: int
     passes: int
+    timing_s: float
 
 
 def run_steps(
@@ -625,6 +630,7 @@ def run_steps(
         if step < steps:
             shape = decoder.tree if chooser is None else chooser.next(places, context, range(num_active))
             while chooser is not None and any(chooser.is_unmeasured(each, places) for each in (shape, None)):
+                synchronize(device)
                 started = time.perf_counter()
                 for each in (shape, None):
                     chooser.time(each, places, context, decoder.time_step(num_active, GREEDY, each))
@@ -649,7 +655,7 @@ def run_steps(
             if ready and read > 0 and pauses[read - 1] == pauses[read]:
                 chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)
-    return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
+    return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active, apart_s)
 
 
 @contextmanager

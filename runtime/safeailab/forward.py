@@ -21,7 +21,7 @@ from ..target.cache import KVCache
 from ..target.fused import FusedTarget
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
-from ..target.known import Choice, choose_forward, unfit_calls, unfit_head_dim
+from ..target.known import Choice, choose_forward, unfit_calls
 from ..tree import Trees
 from .drafting import captured
 from .reading import kind_of, rotary_of
@@ -95,8 +95,6 @@ def _unfit_reason(model: Any) -> str | None:
         return "dynamic RoPE scaling changes its frequencies with the length"
     if getattr(base.config, "sliding_window", None) is not None:
         return "it attends within a sliding window"
-    if base.config.hidden_act != "silu":
-        return f"its activation is {base.config.hidden_act}, not silu"
     # Modules are those of the base model's own file, in every layer the same.
     base_file, eps = type(base).__module__, base.config.rms_norm_eps
     for path, module in base.named_modules():
@@ -105,7 +103,7 @@ def _unfit_reason(model: Any) -> str | None:
             return f"{path} is a {type(module).__qualname__} of {file}"
         if module_eps != eps:
             return f"{path}.variance_epsilon is {module_eps}, and its configuration gives {eps}"
-    return unfit_head_dim(base.model.layers[0].self_attn.head_dim) or next(unfit_calls(base), None)
+    return unfit_calls(base)
 
 
 def _rotary_module(base: Any) -> Any:

@@ -15,7 +15,6 @@ PyTorch twins.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -40,8 +39,8 @@ from .prefill import Prefill
 from .shapes import shapes_for
 from .slots import Slots
 
-_TIMED = 3
-"""Replays of a step whose time is taken."""
+_TIMED = 2
+"""Replays of a step whose time is taken; a shape that does not pay costs no more."""
 
 
 class Decoder:
@@ -181,7 +180,8 @@ class Decoder:
         spans = []
         with counted_apart():
             # Captured before it is timed.
-            run()
+            if not self.is_ready(num_active, rules, tree):
+                run()
             for _ in range(_TIMED):
                 # Few launches: a host that comes late would leave a gap within what is timed.
                 copy_together_(changed, before)
@@ -192,7 +192,8 @@ class Decoder:
                 spans.append((begin, end))
         copy_together_(changed, before)
         torch.cuda.synchronize()
-        return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
+        # What else runs here makes single steps longer, never shorter.
+        return float(min(begin.elapsed_time(end) for begin, end in spans))
 
     def warm_up(self, rules: ChoiceRules, num_active: int, trees: Sequence[TreeConfig | None]) -> WarmUp:
         """Compile and capture steps of ``trees``, and chunks, of up to ``num_active`` sequences.

@@ -64,6 +64,7 @@ class Fp8Experts(PackedExperts):
 
     def __init__(self, plain: Any, has_blocks: bool, device: torch.device) -> None:
         super().__init__(plain)
+        self.act_fn = plain.act_fn
         for name, weight in (("gate_up", plain.gate_up_proj), ("down", plain.down_proj)):
             experts, rows, columns = weight.shape
             if columns % 16:

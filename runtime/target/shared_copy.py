@@ -34,11 +34,10 @@ class SharedCopy:
         for module in modules:
             copied = vars(self.of(module))
             copied.update({name: self.of(value) for name, value in vars(module).items()}, training=False)
-            for name in _DICTS:
-                # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
-                own = copied[name] = copied[name].copy()
-                if isinstance(own, dict):
-                    own.update({key: self.of(each) for key, each in own.items() if isinstance(each, nn.Module)})
+            # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
+            copied.update({name: copied[name].copy() for name in _DICTS})
+            for children in (copied[name] for name in _DICTS if isinstance(copied[name], dict)):
+                children.update({key: self.of(each) for key, each in children.items() if isinstance(each, nn.Module)})
         self.model: nn.Module = self.of(model)
 
     def of(self, value: Any) -> Any:
@@ -49,9 +48,8 @@ class SharedCopy:
             copied = copy.copy(value)
             self._copies[id(value)] = value, copied
             # Nothing but logits comes out of our forwards.
-            outputs = {name: False for name in OUTPUTS if name in vars(value)}
-            settings = {name: self.of(each) for name, each in vars(value).items()}
-            vars(copied).update(settings | outputs, return_dict=True)
+            outputs = dict.fromkeys(vars(value).keys() & OUTPUTS, False)
+            vars(copied).update({name: self.of(each) for name, each in vars(value).items()} | outputs, return_dict=True)
             name_attention_(copied, self._attention)
             return copied
         if callable(value) and (inner := getattr(value, "_torchdynamo_orig_callable", None)) is not None:

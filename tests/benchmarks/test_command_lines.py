@@ -20,6 +20,7 @@ MISTAKES = {
     "shapes": (["--new", "1"], ["--steps", "1"]),
     "step": (["--dims", "gpt"],),
     "trace": (["--dims", "gpt"],),
+    "train_mixture": ([], ["--save", "a", "--saved", "b"], ["--save", "a", "--seconds", "0"]),
 }
 
 

@@ -7,8 +7,9 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 
 from benchmarks import mixture
-from benchmarks.mixture import Law, Mixture, check_layer, measured_row
+from benchmarks.mixture import Mixture, check_layer, measured_row
 from benchmarks.shared import decoding
+from benchmarks.shared.routing import Law
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -35,7 +36,9 @@ def test_biased_tokens_of_a_sequence_share_experts() -> None:
     assert biased.touched(6) == pytest.approx(24, abs=1)
 
 
-@pytest.mark.parametrize(("name", "row"), [*(("gpt-oss", row) for row in ROWS), *(("qwen3", row) for row in ROWS[:4])])
+@pytest.mark.parametrize(
+    ("name", "row"), [*(("gpt-oss", row) for row in ROWS), *(("qwen3", row) for row in (*ROWS[:4], "price/biased/3/2"))]
+)
 def test_rows(name: str, row: str) -> None:
     kind, *rest = row.split("/")
     found = measured_row(Mixture(name, CPU, torch.float32), kind, rest, 1e9)
@@ -44,6 +47,8 @@ def test_rows(name: str, row: str) -> None:
         assert found["pass_ms"] > 0 < found["floor_ms"]
     elif kind == "draft":
         assert found["over_plain"] > 0
+    elif kind == "price":  # Other logits are an error.
+        assert found["ours_ms"] > 0 < found["grouped_ms"]
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -56,6 +56,19 @@ def test_variants_of_drawn_verdicts_take_their_law(random_model: RandomModel, mo
     assert torch.equal(found.decoder.steps.revise.drawn, shapes.draw_ranks(shapes.LAWS["0.3"]))
 
 
+def test_a_mixture_is_drawn_beside_plain_decoding(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "ROWS", 60)
+    monkeypatch.setattr(decoding.Decoder, "time_step", lambda *_: 1.0)
+    monkeypatch.setattr(type(random_model.target), "is_mixture", True)
+    found = shapes.DrawnVariants(random_model, 1, [None, shapes.TREES[0]], 3)
+    assert list(found.measure("0.2", 1, 1000)) == ["plain", "chosen"]
+    assert torch.equal(found.decoder.steps.revise.drawn, shapes.draw_ranks(lambda _: 0.2))
+    assert found.parts["chosen"][0]["timing_s"] > 0
+    every = shapes.shapes_of("drawn/qwen3-30b-a3b/1")
+    assert every == [*shapes.OF_MIXTURES, shapes.LARGE]
+    assert shapes.shapes_of("drawn/llama-3.1-8b/1") == shapes.shapes_of("slots/1") == [*shapes.SHAPES]
+
+
 def test_rows_of_a_kind_share_their_models() -> None:
     rows = ("slots/16", "text/512/german", "text/512/code", "drawn/llama-3.1-8b/0.1/4", "drawn/llama-3.1-8b/0.3/4")
     kinds = [shapes.kind_of(row) for row in rows]

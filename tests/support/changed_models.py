@@ -4,7 +4,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 from unittest import mock
 
@@ -206,18 +206,8 @@ class Holder:
         return output + self.tensor
 
 
-@dataclass(slots=True)
-class SlottedHolder:
-    tensor: Any
-
-
-@dataclass
-class Dataclass:
-    tensor: Any
-
-
-Steering = tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
-"""Puts another tensor in the place of one that is added to a module's output; writes other numbers into it."""
+Steering = tuple[Callable[[Tensor], object], Callable[[], Tensor]]
+"""Puts another tensor in the place of one that is added to a module's output; gives the one that is there."""
 
 
 def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
@@ -230,7 +220,7 @@ def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
 def steered_by_an_attribute(module: Any, tensor: Tensor) -> Steering:
     steer(module, lambda self: self.vector)
     module.vector = tensor
-    return lambda new: setattr(module, "vector", new), lambda new: module.vector.copy_(new)
+    return lambda new: setattr(module, "vector", new), lambda: module.vector
 
 
 def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable[[Any, Tensor], Steering]:
@@ -242,7 +232,7 @@ def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable
         read = (lambda: getattr(module.held, key)) if is_object else (lambda: module.held[key])
         put = functools.partial(setattr if is_object else type(module.held).__setitem__, module.held, key)
         steer(module, lambda _self: read())
-        return put, lambda new: read().copy_(new)
+        return put, read
 
     return act
 
@@ -250,7 +240,7 @@ def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable
 def steered_by_a_class(module: Any, tensor: Tensor) -> Steering:
     steer(module, lambda self: self.vector)
     type(module).vector = tensor
-    return lambda new: setattr(type(module), "vector", new), lambda new: type(module).vector.copy_(new)
+    return lambda new: setattr(type(module), "vector", new), lambda: type(module).vector
 
 
 def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
@@ -261,13 +251,13 @@ def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
         vector = new
 
     module.register_forward_hook(lambda _module, _args, output: output + vector)
-    return replace, lambda new: vector.copy_(new)
+    return replace, lambda: vector
 
 
 def steered_by_a_list_in_a_closure(module: Any, tensor: Tensor) -> Steering:
     vectors = [tensor]
     module.register_forward_hook(lambda _module, _args, output: output + vectors[0])
-    return functools.partial(vectors.__setitem__, 0), lambda new: vectors[0].copy_(new)
+    return functools.partial(vectors.__setitem__, 0), lambda: vectors[0]
 
 
 def steered_by_a_default(module: Any, tensor: Tensor) -> Steering:
@@ -278,20 +268,20 @@ def steered_by_a_default(module: Any, tensor: Tensor) -> Steering:
         hook.__defaults__ = (new,)
 
     module.register_forward_hook(hook)
-    return replace, lambda new: hook.__defaults__[0].copy_(new)  # type: ignore[index]
+    return replace, lambda: hook.__defaults__[0]  # type: ignore[index]
 
 
 def steered_by_a_partial(module: Any, tensor: Tensor) -> Steering:
     held = [tensor]
     own = module.forward
     module.forward = functools.partial(lambda vectors, x: own(x) + vectors[0], held)
-    return functools.partial(held.__setitem__, 0), lambda new: held[0].copy_(new)
+    return functools.partial(held.__setitem__, 0), lambda: held[0]
 
 
 def steered_by_a_method_of_an_object(module: Any, tensor: Tensor) -> Steering:
     holder = Holder(tensor)
     module.register_forward_hook(holder.hook)
-    return functools.partial(setattr, holder, "tensor"), lambda new: holder.tensor.copy_(new)
+    return functools.partial(setattr, holder, "tensor"), lambda: holder.tensor
 
 
 VECTOR: Any = None
@@ -301,24 +291,21 @@ def steered_by_a_global(module: Any, tensor: Tensor) -> Steering:
     global VECTOR
     VECTOR = tensor
     module.register_forward_hook(lambda _module, _args, output: output + VECTOR)
-    return functools.partial(globals().__setitem__, "VECTOR"), lambda new: VECTOR.copy_(new)
+    return functools.partial(globals().__setitem__, "VECTOR"), lambda: VECTOR
 
 
 def steered_by_an_array(module: Any, tensor: Tensor) -> Steering:
     steer(module, lambda self: torch.from_numpy(self.array))
     module.array = tensor.numpy().copy()
-    return (
-        lambda new: setattr(module, "array", new.numpy().copy()),
-        lambda new: module.array.__setitem__(slice(None), new.numpy()),
-    )
+    return lambda new: setattr(module, "array", new.numpy().copy()), lambda: torch.from_numpy(module.array)
 
 
 STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
     "attribute": steered_by_an_attribute,
     "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
     "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
-    "dataclass": steered_by_what_is_held(Dataclass, "tensor"),
-    "dataclass with slots": steered_by_what_is_held(SlottedHolder, "tensor"),
+    "dataclass": steered_by_what_is_held(make_dataclass("Dataclass", ["tensor"]), "tensor"),
+    "dataclass with slots": steered_by_what_is_held(make_dataclass("Slotted", ["tensor"], slots=True), "tensor"),
     "object": steered_by_what_is_held(Holder, "tensor"),
     "class": steered_by_a_class,
     "closure of a hook": steered_by_a_closure,
@@ -333,67 +320,87 @@ FUSED = "fused"
 REFUSED = "refused"
 UNCOUNTED = ("fused optimiser", "merged and unloaded lora")
 """Changes that move no version counter."""
-CHANGES: dict[str, tuple[Change, str, str]] = {
-    # what is done: how it runs when it was done before loading, and when between two calls
-    "lora on q_proj": (lora("self_attn.q_proj"), "q_proj is a LoraLinear", ""),
-    "lora on the LM head": (replaced("", "lm_head", LoraLinear), "lm_head is a LoraLinear", ""),
-    "merged and unloaded lora": (lora_merged_and_unloaded, FUSED, ""),
-    "attention subclass": (subclass(ATTENTION, 0.5), "layers.1.self_attn is a MyLlamaAttention", ""),
-    "LM head subclass": (subclass("lm_head", -1), "lm_head is a MyLinear", ""),
-    "patched class": (patched(llama.LlamaMLP, "forward", lambda own: lambda self, x: 2 * own(self, x)),
-                      "forward of LlamaMLP was replaced", ""),
-    "patched class, wrapped": (
-        patched(llama.LlamaRMSNorm, "forward", lambda own: functools.wraps(own)(lambda self, x: 0.5 * own(self, x))),
-        "forward of LlamaRMSNorm was replaced", ""),
-    "patched function": (
-        patched(llama, "apply_rotary_pos_emb", lambda own: lambda q, *rest, **options: own(2 * q, *rest, **options)),
-        "a function of transformers.models.llama", ""),
-    "attention's forward, partial": (attention_with_a_method_of_its_own, "has a forward of its own", ""),
-    "attention's forward, closure": (
-        replaced(ATTENTION, "forward", lambda own: lambda *args, **options: own(*args, **options)), REFUSED, ""),
-    "wrapped linear": (replaced(MLP, "down_proj", Wrapped), "down_proj is a Wrapped", ""),
-    "frequencies": (lambda model, _: model.model.rotary_emb.inv_freq.mul_(2),
-                    "inv_freq is not that of its configuration", ""),
-    "attention scaling of rotary": (replaced("model.rotary_emb", "attention_scaling", lambda _: 1.5),
-                                    "rotary_emb is not that of its configuration", ""),
-    "activation's forward": (replaced(f"{MLP}.act_fn", "forward", lambda _: lambda x: -F.silu(x)),
-                             "act_fn has a forward of its own", ""),
-    "eps": (lambda model, _: setattr(model.model.norm, "variance_epsilon", 3.0), "variance_epsilon is 3.0", ""),
-    "eps of the configuration": (lambda model, _: model.config.update({"rms_norm_eps": 3.0}),
-                                 "its configuration gives 3.0", ""),
-    "forward hook": (lambda model, _: model.model.layers[1].register_forward_hook(lambda _m, _a, output: -output),
-                     "layers.1 has a forward hook", ""),
-    "forward pre-hook": (
-        lambda model, _: model.get_submodule(MLP).register_forward_pre_hook(lambda _m, args: (2 * args[0],)),
-        "layers.1.mlp has a forward hook", ""),
-    "global hook": (global_hook, "a global module hook is registered", ""),
-    "training mode": (lambda model, _: model.train(), "is in training mode", ""),
-    "tensor class": (
-        replaced(f"{MLP}.up_proj", "weight", lambda own: nn.Parameter(own.detach().as_subclass(Doubled), False)),
-        "up_proj.weight is a Doubled", ""),
-    "parametrization": (
-        lambda model, _: register_parametrization(model.get_submodule(f"{MLP}.up_proj"), "weight", Doubling()),
-        "up_proj is a ParametrizedLinear", ""),
-    "compiled in place": (lambda model, _: model.get_submodule(MLP).compile(backend="eager"),
-                          "layers.1.mlp has a compiled call of its own", ""),
-    "compiled layer": (replaced("model.layers", "1", lambda layer: torch.compile(layer, backend="eager")),
-                       "layers.1 is a OptimizedModule", ""),
-    "LM head's weight": (replaced("lm_head", "weight", lambda own: nn.Parameter(own.detach().roll(3, 0))), FUSED, ""),
-    "tied LM head": (lambda model, _: setattr(model.lm_head, "weight", model.model.embed_tokens.weight), FUSED, ""),
-    "load_state_dict": (lambda model, _: model.load_state_dict(other_weights(model)), FUSED, ""),
-    "load_state_dict, assign": (lambda model, _: model.load_state_dict(other_weights(model), assign=True), FUSED, ""),
-    "fused optimiser": (optimised, FUSED, ""),
-    "bias": (bias(f"{ATTENTION}.o_proj", 3), FUSED, ""),
-    "bias of the LM head": (bias("lm_head", 9), "lm_head has the tensors weight, bias", ""),
-    "fewer layers": (fewer_layers, FUSED, REFUSED),
-    "fewer layers than configured": (lambda model, _: model.model.layers.pop(-1), REFUSED, ""),
-    "layers in another order": (
-        replaced("model", "layers", lambda layers: nn.ModuleList([layers[1], layers[0], *layers[2:]])),
-        "layers.0.self_attn.layer_idx is 1", ""),
-    "eager attention": (lambda model, _: model.set_attn_implementation("eager"), FUSED, ""),
-    "attention of one's own": (other_attention("mine"), REFUSED, ""),
-    "sdpa replaced": (other_attention("sdpa"), REFUSED, ""),
-    "another type": (lambda model, _: model.double(), "its weights are torch.float64", REFUSED),
-    "more tokens": (lambda model, _: model.resize_token_embeddings(32, mean_resizing=False), FUSED, REFUSED),
-}  # fmt: skip
-"""A text is what is said of transformers' forward; an empty one means the same as before loading."""
+CHANGES: dict[str, Change] = {
+    "lora on q_proj": lora("self_attn.q_proj"),
+    "lora on the LM head": replaced("", "lm_head", LoraLinear),
+    "merged and unloaded lora": lora_merged_and_unloaded,
+    "attention subclass": subclass(ATTENTION, 0.5),
+    "LM head subclass": subclass("lm_head", -1),
+    "patched class": patched(llama.LlamaMLP, "forward", lambda own: lambda self, x: 2 * own(self, x)),
+    "patched class, wrapped": patched(
+        llama.LlamaRMSNorm, "forward", lambda own: functools.wraps(own)(lambda self, x: 0.5 * own(self, x))
+    ),
+    "patched function": patched(
+        llama, "apply_rotary_pos_emb", lambda own: lambda q, *rest, **options: own(2 * q, *rest, **options)
+    ),
+    "attention's forward, partial": attention_with_a_method_of_its_own,
+    "attention's forward, closure": replaced(
+        ATTENTION, "forward", lambda own: lambda *a, **options: own(*a, **options)
+    ),
+    "wrapped linear": replaced(MLP, "down_proj", Wrapped),
+    "frequencies": lambda model, _: model.model.rotary_emb.inv_freq.mul_(2),
+    "attention scaling of rotary": replaced("model.rotary_emb", "attention_scaling", lambda _: 1.5),
+    "activation's forward": replaced(f"{MLP}.act_fn", "forward", lambda _: lambda x: -F.silu(x)),
+    "eps": lambda model, _: setattr(model.model.norm, "variance_epsilon", 3.0),
+    "eps of the configuration": lambda model, _: model.config.update({"rms_norm_eps": 3.0}),
+    "forward hook": lambda model, _: model.get_submodule(LAYER).register_forward_hook(lambda _m, _a, output: -output),
+    "forward pre-hook": lambda model, _: model.get_submodule(MLP).register_forward_pre_hook(
+        lambda _m, args: (2 * args[0],)
+    ),
+    "global hook": global_hook,
+    "training mode": lambda model, _: model.train(),
+    "tensor class": replaced(
+        f"{MLP}.up_proj", "weight", lambda own: nn.Parameter(own.detach().as_subclass(Doubled), False)
+    ),
+    "parametrization": lambda model, _: register_parametrization(
+        model.get_submodule(f"{MLP}.up_proj"), "weight", Doubling()
+    ),
+    "compiled in place": lambda model, _: model.get_submodule(MLP).compile(backend="eager"),
+    "compiled layer": replaced("model.layers", "1", lambda layer: torch.compile(layer, backend="eager")),
+    "LM head's weight": replaced("lm_head", "weight", lambda own: nn.Parameter(own.detach().roll(3, 0))),
+    "tied LM head": lambda model, _: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
+    "load_state_dict": lambda model, _: model.load_state_dict(other_weights(model)),
+    "load_state_dict, assign": lambda model, _: model.load_state_dict(other_weights(model), assign=True),
+    "fused optimiser": optimised,
+    "bias": bias(f"{ATTENTION}.o_proj", 3),
+    "bias of the LM head": bias("lm_head", 9),
+    "fewer layers": fewer_layers,
+    "fewer layers than configured": lambda model, _: model.model.layers.pop(-1),
+    "layers in another order": replaced("model", "layers", lambda own: nn.ModuleList([own[1], own[0], *own[2:]])),
+    "eager attention": lambda model, _: model.set_attn_implementation("eager"),
+    "attention of one's own": other_attention("mine"),
+    "sdpa replaced": other_attention("sdpa"),
+    "another type": lambda model, _: model.double(),
+    "more tokens": lambda model, _: model.resize_token_embeddings(32, mean_resizing=False),
+}
+OUTCOMES = {
+    "lora on q_proj": "q_proj is a LoraLinear",
+    "lora on the LM head": "lm_head is a LoraLinear",
+    "attention subclass": "layers.1.self_attn is a MyLlamaAttention",
+    "LM head subclass": "lm_head is a MyLinear",
+    "patched class": "forward of LlamaMLP was replaced",
+    "patched class, wrapped": "forward of LlamaRMSNorm was replaced",
+    "patched function": "apply_rotary_pos_emb of transformers.models.llama.modeling_llama was replaced",
+    "attention's forward, partial": "has a forward of its own",
+    "attention's forward, closure": REFUSED,
+    "wrapped linear": "down_proj is a Wrapped",
+    "activation's forward": "act_fn has a forward of its own",
+    "eps": "variance_epsilon is 3.0",
+    "eps of the configuration": "its configuration gives 3.0",
+    "forward hook": "layers.1 has a forward hook",
+    "forward pre-hook": "layers.1.mlp has a forward hook",
+    "global hook": "a global module hook is registered",
+    "training mode": "is in training mode",
+    "tensor class": "up_proj.weight is a Doubled",
+    "parametrization": "up_proj is a ParametrizedLinear",
+    "compiled in place": "layers.1.mlp has a compiled call of its own",
+    "compiled layer": "layers.1 is a OptimizedModule",
+    "bias of the LM head": "lm_head.bias is [24], and its configuration gives None",
+    "fewer layers than configured": REFUSED,
+    "layers in another order": "layers.0.self_attn.layer_idx is 1",
+    "attention of one's own": REFUSED,
+    "sdpa replaced": REFUSED,
+    "another type": "its weights are torch.float64",
+}
+"""Says how a changed model runs: refused, or by transformers' forward, of which the text is said; others are fused."""
+REFUSED_BETWEEN_CALLS = ("fewer layers", "another type", "more tokens")

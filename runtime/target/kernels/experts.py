@@ -46,7 +46,7 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     # Of more rows two sums at once, of a step and of all before it, do not fit into the registers.
     "fp8 by blocks": (ProductTiles(64, 128, 16, 4, 4, ahead=256), ProductTiles(64, 128, 32, 4, 3, ahead=256)),
     "mxfp4": (
-        # A cache line of a row a step.
+        # A cache line of a row a step. Of 8 rows Triton 3.6 would take mma.sync, which rounds otherwise than wgmma.
         ProductTiles(64, 256, 16, 4, 3, ahead=512, max_registers=168),
         ProductTiles(64, 128, 32, 4, 3, ahead=512),
         ProductTiles(64, 128, 64, 4, 3),

@@ -176,15 +176,15 @@ def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel)
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., bool], BaseException], None]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make `generate` raise an error wherever the first function says so of the draft vocabulary and the prompts."""
     made = SpeculativeModel.generate
 
-    def fail(is_asked: Callable[..., bool], error: BaseException) -> None:
+    def fail(is_asked: Callable[..., bool], error: BaseException, warms: bool = False) -> None:
         def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
             draft_vocab = self.draft_vocab if options.get("speculative", True) else 0
             # Shorter ones make warm.
-            if options["max_new_tokens"] > 2 and is_asked(draft_vocab, ids):
+            if (options["max_new_tokens"] > 2 or warms) and is_asked(draft_vocab, ids):
                 raise error
             return made(self, ids, **options)
 
@@ -262,16 +262,9 @@ def test_candidates_that_fail_in_turn_keep_their_figures(model: SpeculativeModel
     assert all(row.measured for row in result.rows)
 
 
-def test_what_does_not_start_is_left_out(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SpeculativeModel.generate
-
-    def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
-        if self.draft_vocab in broken and len(ids) == 2 and options["max_new_tokens"] and options["speculative"]:
-            raise RuntimeError("does not fit")
-        return made(self, ids, **options)
-
-    monkeypatch.setattr(SpeculativeModel, "generate", generate)
+def test_what_does_not_start_is_left_out(model: SpeculativeModel, failing: Callable[..., None]) -> None:
     prompts, broken = [Prompt(("one",)), Prompt(("two",))], {300}
+    failing(lambda draft_vocab, ids: draft_vocab in broken and len(ids) == 2, RuntimeError("does not fit"), warms=True)
     rows = compare(model, prompts, greedy("full", 300, batches=(1, 2))).rows
     assert [(row.batch, row.num_answers) for row in rows] == [(1, 2)] * 3 + [(2, 2), (2, 2), (2, 0)]
     broken.add(VOCAB)

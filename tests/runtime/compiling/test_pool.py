@@ -37,18 +37,16 @@ pool = CompilePool(90, 2)
 """
 
 
-def run(script: str, cache: Path, *flags: str, begin: str = BEGIN, **options: Any) -> subprocess.Popen[str]:
+def start(cache: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", begin + textwrap.dedent(script)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    options |= {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], **options)
+
+
+def run(script: str, cache: Path, *flags: str, begin: str = BEGIN, **options: Any) -> subprocess.Popen[str]:
+    return start(cache, *flags, "-c", begin + textwrap.dedent(script), **options)
 
 
 def printed(script: str, cache: Path, *flags: str, begin: str = BEGIN) -> tuple[Any, str]:
@@ -273,7 +271,5 @@ def test_a_script_is_not_run_again(tmp_path: Path) -> None:
     """Whatever it does where it is imported."""
     file = tmp_path / "script.py"
     file.write_text(f"{BEGIN}\nprint('once')\npool.submit(jobs)\nassert pool.wait(jobs)\n", encoding="utf-8")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(TESTS.parent)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=240)
-    assert (done.stdout, done.returncode) == ("once\n", 0), done.stderr
+    process = start(tmp_path / "cache", str(file))
+    assert (process.communicate(timeout=240)[0], process.returncode) == ("once\n", 0)

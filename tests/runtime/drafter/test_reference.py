@@ -128,13 +128,8 @@ def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) ->
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # One dictionary since transformers 5, two arguments before.
-    spelling: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if "original_max_position_embeddings" in scaling and scaling.get("rope_type") == "longrope":
-        config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    if hasattr(LlamaConfig(), "rope_parameters"):
-        spelling = {"rope_parameters": {**scaling, "rope_theta": theta}}
-    cos, sin = LlamaRotaryEmbedding(LlamaConfig(**config, **spelling))(torch.zeros(1), torch.arange(length)[None])
+    own = LlamaConfig(**config, rope_parameters={**scaling, "rope_theta": theta})
+    cos, sin = LlamaRotaryEmbedding(own)(torch.zeros(1), torch.arange(length)[None])
     return cos[0], sin[0]
 
 

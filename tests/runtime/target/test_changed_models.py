@@ -18,7 +18,8 @@ from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weigh
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
 from eagle_slim.runtime.target import known
 from eagle_slim.runtime.target.wrapper import TargetModel
-from support.changed_models import CHANGES, FUSED, REFUSED, STEERED, UNCOUNTED, LoraLinear, PeftStandIn, lora, steer
+from support import changed_models
+from support.changed_models import CHANGES, FUSED, OUTCOMES, REFUSED, STEERED, UNCOUNTED, PeftStandIn, lora, steer
 from support.raising import raises, raises_with
 from support.sweeps import sweep
 from support.tiny_models import SIZES, plain_greedy, random_prompts, tiny_target, widen, write_head
@@ -72,10 +73,9 @@ def unchanged_answer() -> list[int]:
 
 @pytest.fixture
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A way to change a model; what is global of it is undone afterwards."""
-    act, *expected = CHANGES[request.param]
+    """The name of a change, and what makes it; what is global of it is undone afterwards."""
     with ExitStack() as stack:
-        yield lambda model: act(model, stack), *expected, request.param in UNCOUNTED
+        yield request.param, lambda model: CHANGES[request.param](model, stack)
     torch._dynamo.reset()
 
 
@@ -92,33 +92,32 @@ def check(model: SpeculativeModel, own: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("change", sweep(CHANGES, *QUICK), indirect=True)
 def test_a_model_changed_before_loading(own: Any, change: Any, head: Path) -> None:
-    act, expected, *_ = change
+    name, act = change
     act(own)
-    if expected == REFUSED:
+    if OUTCOMES.get(name) == REFUSED:
         with pytest.raises(UnsupportedModelError):
             answer(over(own, head))
         return
-    check(over(own, head), own, expected)
+    check(over(own, head), own, OUTCOMES.get(name, FUSED))
 
 
 @pytest.mark.parametrize("change", sweep(CHANGES, *QUICK, "compiled layer"), indirect=True)
 def test_a_model_changed_between_two_calls(own: Any, change: Any, head: Path) -> None:
-    act, expected, between, is_uncounted = change
+    name, act = change
     model = over(own, head)
     before, path = answer(model)
     assert before == unchanged_answer()
     assert "target fused" in path
     act(own)
-    if is_uncounted:
+    if name in UNCOUNTED:
         model.refresh()
-    check(model, own, between or expected)
+    check(model, own, REFUSED if name in changed_models.REFUSED_BETWEEN_CALLS else OUTCOMES.get(name, FUSED))
 
 
-def test_an_explicit_fused_is_refused_by_name(head: Path) -> None:
-    adapted = tiny_target("llama")
-    lora("mlp.up_proj")(adapted)
+def test_an_explicit_fused_is_refused_by_name(own: Any, head: Path) -> None:
+    lora("mlp.up_proj")(own)
     with raises_with(UnsupportedModelError, "target_backend", "model.layers.0.mlp.up_proj is a LoraLinear"):
-        over(adapted, head, "fused")
+        over(own, head, "fused")
 
 
 def test_another_activation_than_silu_is_not_fused(head: Path) -> None:
@@ -171,7 +170,7 @@ def test_adapters_are_switched_scaled_and_taken_away_between_calls(own: Any, hea
         assert model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True).stats.num_reused_tokens
 
     check_now()
-    projections: list[LoraLinear] = [layer.self_attn.v_proj for layer in own.model.layers]
+    projections: list[changed_models.LoraLinear] = [layer.self_attn.v_proj for layer in own.model.layers]
     for projection in projections:
         projection.active = "other"
     check_now()
@@ -253,10 +252,10 @@ def test_what_no_counter_shows_is_followed_after_refresh(own: Any, head: Path) -
 @pytest.mark.parametrize("where", sweep(STEERED, "attribute", "list in a closure"))
 def test_a_plain_tensor_that_a_forward_reads_is_followed(own: Any, where: str, head: Path) -> None:
     model = over(own, head)
-    replace, write = STEERED[where](own.model.layers[1].mlp, torch.zeros(32))
+    replace, read = STEERED[where](own.model.layers[1].mlp, torch.zeros(32))
     seen = [answer(model, reuse_prefix=True)[0]]
     assert seen == [unchanged_answer()]
-    for act in (replace, write, replace):
+    for act in (replace, lambda new: read().copy_(new), replace):
         act(torch.linspace(-8, 8, 32).roll(5 * len(seen)))
         output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
         seen.append(output.token_ids[0])
