@@ -6,7 +6,7 @@ import pytest
 import torch
 
 MISTAKES = {
-    "draft": (["--rows", "gpt"], ["--rows", "("]),
+    "draft": (["--rows", "gpt2"], ["--rows", "("]),
     "engines": (["--out", "/"],),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
