@@ -7,7 +7,7 @@ import torch
 from support.raising import exit_code
 
 MISTAKES = {
-    "draft": (["--rows", "gpt"], ["--rows", "("]),
+    "draft": (["--rows", "gpt2"], ["--rows", "("]),
     "engines": (["--out", "/"],),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),

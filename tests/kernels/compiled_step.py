@@ -24,6 +24,7 @@ from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, experts, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.target.mxfp4 import Mxfp4Weight
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
@@ -47,7 +48,7 @@ class Compiler:
         self.reports: dict[str, dict[str, Any]] = {}
 
     def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+        given = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
         options = {name: keywords.pop(name) for name in given if name in keywords}
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
         # None, too, as in a launch: kernels without FP8 weights have no scales.
@@ -123,6 +124,7 @@ def run_all(compiler: Compiler) -> None:
     for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
         multiply(compiler, groups)
         run_experts(compiler, groups)
+    run_gpt_oss(compiler)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -216,6 +218,25 @@ def run_experts(compiler: Compiler, groups: int) -> None:
         experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
         experts.gated_experts(normed, norm, layer, routing, norm.lift)
         experts.add_experts(layer, routing, norm, normed, x if rows == NODES else None)
+
+
+def run_gpt_oss(compiler: Compiler) -> None:
+    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token and a tree."""
+    count, width, hidden, top_k, bf16 = 32, 2880, 2880, 4, {"dtype": torch.bfloat16}
+    sizes = count, count * 2 * width, count * hidden
+    gate_up, down = (Mxfp4Weight.empty(size, hidden, torch.device("cpu")) for size in sizes[1:])
+    biases = experts.Biases(*(torch.empty(size, **bf16) for size in sizes))
+    layer = experts.Experts(
+        torch.empty(count, hidden, **bf16), gate_up, down, top_k, False, biases, experts.Clamp(1.702, 7.0)
+    )
+    for rows in (1, NODES):
+        compiler.variant = f"{rows} rows, MXFP4"
+        x = torch.zeros(rows, hidden, **bf16)
+        normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
+        norm, routing = products.Norm(x[0], 1e-5, 1.0), experts.Routing.allocate(layer, rows)
+        experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
+        experts.gated_experts(normed, norm, layer, routing)
+        experts.add_experts(layer, routing, norm, normed)
 
 
 def main() -> None:

@@ -22,11 +22,13 @@ EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_inte
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 64}
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 1.0}
+GPT_OSS |= {"sliding_window": WINDOW, "rope_parameters": {**YARN_ROPE, "rope_theta": 10000.0, "truncate": False}}
 
 
 def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
     """A random causal LM in fp32: "llama", "qwen2" (mixed windows), "qwen3", "mistral" (window in all layers), or
-    "qwen3moe", all of whose layers have experts."""
+    "qwen3moe" and "gptoss", all of whose layers have experts."""
     import transformers
 
     torch.manual_seed(seed)
@@ -38,10 +40,14 @@ def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
         "qwen3": ("Qwen3", {"head_dim": 16}),
         "mistral": ("Mistral", {"sliding_window": WINDOW}),
         "qwen3moe": ("Qwen3Moe", EXPERTS),
+        "gptoss": ("GptOss", GPT_OSS),
     }[kind]
     config = getattr(transformers, f"{name}Config")(**{**more, **sizes})
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     widen(model.named_parameters())
+    for path, parameter in model.named_parameters() if kind == "gptoss" else ():
+        if path.endswith(("bias", "sinks")):
+            nn.init.normal_(parameter, std=0.5)
     return model.eval()
 
 
