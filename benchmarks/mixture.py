@@ -1,9 +1,11 @@
 """Check a mixture of experts on a GPU, then time it: passes by rows, plain steps, drafting, and prompts.
 
     python -m benchmarks.mixture [--seconds 150] [--rows REGEX] [--out benchmarks/results/DATE-h100-mixture.json]
+    python -m benchmarks.mixture --dims gpt-oss-20b
 
-Random weights of Qwen3-30B-A3B's dimensions; 61 GB of them are made on the card. Where a token goes is drawn by the
-LAW ``uniform`` or ``biased`` (`shared.routing`). Each row says what a layer of it touched. Rows:
+Random weights of Qwen3-30B-A3B's dimensions, or gpt-oss' with experts in MXFP4; 61 GB of them are made on the card, 14
+of gpt-oss-20b, 65 of gpt-oss-120b. Where a token goes is drawn by the LAW ``uniform`` or ``biased`` (`shared.routing`).
+Each row says what a layer of it touched. Rows:
 
 * ``exact``: a layer's kernels against their twins, and each row's bits alone, in company, and in prompts;
 * ``tokens``: drafted answers are the plain ones, of a model of four layers, alone and side by side;
@@ -12,9 +14,13 @@ LAW ``uniform`` or ``biased`` (`shared.routing`). Each row says what a layer of 
 * ``price/LAW/SEQUENCES/ROWS``: what exact rows cost: such a pass beside the same with both products of the experts by
   `torch._grouped_mm`, over rows that the device sorts by expert, and all around them by `torch.compile`;
 * ``step/LAW/SEQUENCES``: a plain step, its tokens chosen;
-* ``draft/LAW/NODES``: chains, over plain steps in turn: 2.2 tokens a step (of 3 nodes 1.9), a head of 32,000 rows;
+* ``draft/LAW/NODES[/all]``: chains, over plain steps in turn: 2.2 tokens a step (gpt-oss 2.35 and 2.41; of 3 nodes
+  1.9), a head of 32,000 rows, or of all;
+* ``memory/TOKENS``: what is allocated with a cache of so many tokens and a head, and a plain step at its end;
 * ``layer/ROWS``: a layer's router and experts, beside transformers' module with `torch._grouped_mm`;
 * ``prompt/TOKENS``: a prompt to its first token, beside transformers' forward of as many tokens.
+
+gpt-oss stands beside no module of transformers: those are of other packages, or of weights that were dequantised.
 
 Exit status 1 where something is not exact; nothing is timed then.
 """
@@ -37,6 +43,7 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import experts as kernels
 from eagle_slim.runtime.target.kernels.experts import Experts, Routing
 from eagle_slim.runtime.target.kernels.products import (
@@ -63,15 +70,19 @@ from benchmarks.shared.decoding import (
     pass_over,
     phase_times,
     prompt_time,
+    random_target,
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.routing import STAND_OUT, RoutedModel
 from benchmarks.shared.timing import copy_bytes_per_s, machine, time_queued_us
 
-NAME, PREFIX, ROWS, ROOM = "qwen3-30b-a3b", 512, 32000, 512
+PREFIX, ROWS, ROOM = 512, 32000, 512
+ACCEPTED = {"gpt-oss-20b": 2.35, "gpt-oss-120b": 2.41}
+"""Tokens a step at chains of 3, as published; of others 2.2."""
 PASSES = {1: (1, 2, 4, 8, 60), 16: (1,)}
 """Rows of a pass, by its sequences."""
+MEMORY, LAST = "memory/131072", 64
 STEPS = 240
 """Steps of a round; their lengths have the mean that is asked for."""
 MOST_DIFFERENT = 0.05
@@ -146,19 +157,18 @@ class Mixture:
     def __init__(
         self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, weights: str = "bf16"
     ) -> None:
-        self.sizes, self.device = EXPERTS[name], device
+        self.name, self.device = name, device
         self.random = RoutedModel(name, device, dtype, weights)
-        self.model, self.follow = self.random.model, self.random.follow
+        self.model, self.follow, self.layers = self.random.model, self.random.follow, self.random.layers
 
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        experts = self.random.target.experts
-        return 0 if experts is None else experts.size_bytes // experts.count
+        return self.layers[0].size_bytes // self.layers[0].count
 
     def read_bytes(self, touched: float, kv_rows: int) -> float:
         """Count the bytes that a pass reads which touches as many experts of each layer."""
-        more = len(self.model.model.layers) * (touched - self.sizes["num_experts_per_tok"])
+        more = len(self.layers) * (touched - self.layers[0].top_k)
         return self.random.weight_bytes + more * self.expert_bytes + self.random.kv_bytes(kv_rows)
 
     def compile_passes(self, names: list[str]) -> None:
@@ -220,13 +230,14 @@ class Mixture:
         capture_steps([(decoder, places)], PREFIX)
         return phase_times(decoder, places, PREFIX, has_phases=False)
 
-    def time_draft(self, law: str, nodes: int) -> dict[str, Any]:
+    def time_draft(self, law: str, nodes: int, rows: int) -> dict[str, Any]:
         """Time drafting of chains, in turn with plain steps; lengths that are accepted are drawn."""
         self.follow(law, 1)
         tree, steps = TreeConfig(nodes - 2, 1, nodes), STEPS
         cache = self.random.new_cache(1, PREFIX + (steps + 2) * nodes + ROOM)
-        lengths = draw_lengths((2.2 if nodes == 4 else 1.9) + SPARE_LENGTH, nodes)
-        decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, ROWS, lengths)]
+        accepted = ACCEPTED.get(self.name, 2.2) if nodes == 4 else 1.9
+        lengths = draw_lengths(accepted + SPARE_LENGTH, nodes)
+        decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, rows, lengths)]
         capture_steps([(each, 1) for each in decoders], PREFIX)
         plain, drafted = take_turns(decoders, 1, PREFIX, steps, 3)
         phases = phase_times(decoders[1], 1, PREFIX)
@@ -234,13 +245,25 @@ class Mixture:
             "over_plain": drafted["tokens_per_s"] / plain["tokens_per_s"]
         }
 
+    def time_memory(self, tokens: int) -> dict[str, Any]:
+        """Allocate a cache of ``tokens`` for a drafting decoder, and time plain steps at its end."""
+        cache, tree, prefix = self.random.new_cache(1, tokens), TreeConfig(2, 1, 4), tokens - LAST
+        decoders = [self.random.decoder(cache, None), self.random.drawn_decoder(cache, tree, ROWS, [1] * 4)]
+        capture_steps([(each, 1) for each in decoders], prefix)
+        used = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return {"allocated_GB": used / 1e9, "cache_GB": cache.size_bytes / 1e9} | phase_times(
+            decoders[0], 1, prefix, has_phases=False
+        )
+
     def time_layer(self, rows: int) -> dict[str, Any]:
         """Time a layer's router and experts, and transformers' module over the same rows."""
         layer, target = self.model.model.layers[1].mlp, self.random.target
         assert target.experts is not None
         x = torch.randn(rows, target.hidden_size, dtype=target.dtype, device=self.device) * STAND_OUT
         ours, _ = run_layer(target.experts, x, torch.arange(rows, dtype=torch.int32, device=self.device))
-        runs: dict[str, Callable[[], object]] = {"ours": ours, "transformers": partial(layer, x[None])}
+        runs: dict[str, Callable[[], object]] = {"ours": ours}
+        if target.experts.clamp is None:
+            runs["transformers"] = partial(layer, x[None])
         found: dict[str, Any] = {}
         for name, run in runs.items():
             try:
@@ -260,6 +283,8 @@ class Mixture:
         self.follow("uniform", 1)
         decoder = self.random.decoder(self.random.new_cache(1, tokens + ROOM), None)
         ours = prompt_time(decoder, tokens, rounds=3)
+        if self.layers[0].clamp is not None:
+            return {"ours_ms": ours}
         ids = torch.randint(self.random.target.vocab_size, (1, tokens), device=self.device)
         run = partial(self.model, ids, logits_to_keep=1, use_cache=True)
         run()
@@ -289,16 +314,13 @@ def run_layer(
 @torch.inference_mode()
 def check_layer(name: str, device: torch.device) -> dict[str, Any]:
     """Compare a layer's kernels with their twins, and rows with themselves in other company: rows that differ."""
-    sizes, hidden, draw = EXPERTS[name], MODELS[name].hidden, torch.Generator(device).manual_seed(0)
-    count, width = sizes["num_experts"], sizes["moe_intermediate_size"]
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        drawn = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-        return drawn.normal_(std=columns**-0.5, generator=draw)
-
-    weights = matrix(count, hidden), matrix(count * 2 * width, hidden), matrix(count * hidden, width)
-    experts = Experts(*weights, sizes["num_experts_per_tok"], True)
-    x, ints = matrix(1500, hidden) * hidden**0.5, torch.arange(1500, dtype=torch.int32, device=device)
+    draw = torch.Generator(device).manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = random_target(name, MODELS[name], torch.bfloat16, device, layers=1)
+    experts, ints = FusedTarget(model, None).experts, torch.arange(1500, dtype=torch.int32, device=device)
+    assert experts is not None
+    x = torch.empty(1500, MODELS[name].hidden, dtype=torch.bfloat16, device=device).normal_(generator=draw)
     x[:600] += 2 * x[:1]  # of one kind, which share experts
 
     def whole_of(chosen: Tensor, is_twin: bool = False) -> tuple[Routing, NormedRows]:
@@ -355,9 +377,11 @@ def all_rows() -> list[str]:
     ]
     steps = [f"step/{law}/{places}" for law, places in (("uniform", 1), ("uniform", 16), ("biased", 16))]
     drafts = [f"draft/{law}/{nodes}" for law in ("biased", "uniform") for nodes in (4, 3)]
+    drafts.insert(1, "draft/biased/4/all")
     layers = [f"layer/{rows}" for rows in (1, 4, 16, 60)]
     prices = [f"price/{law}/{rows}" for rows in ("1/1", "1/4", "16/1") for law in ("biased", "uniform")]
-    return ["exact", "tokens", *passes, *steps, drafts[0], "prompt/4096", *prices, *layers, *drafts[1:], "prompt/512"]
+    timed = [*passes, *steps, *drafts[:2], "prompt/4096", *prices, *layers, *drafts[2:], "prompt/512", MEMORY]
+    return ["exact", "tokens", *timed]
 
 
 @torch.inference_mode()
@@ -367,12 +391,15 @@ def measured_row(mixture: Mixture, kind: str, rest: list[str], bandwidth: float)
         return mixture.time_pass(rest[0], int(rest[1]), int(rest[2]), bandwidth)
     if kind == "price":
         return mixture.time_price(rest[0], int(rest[1]), int(rest[2]))
-    if kind in ("step", "draft"):
-        return (mixture.time_step if kind == "step" else mixture.time_draft)(rest[0], int(rest[1]))
-    return (mixture.time_layer if kind == "layer" else mixture.time_prompt)(int(rest[0]))
+    if kind == "step":
+        return mixture.time_step(rest[0], int(rest[1]))
+    if kind == "draft":
+        return mixture.time_draft(rest[0], int(rest[1]), MODELS[mixture.name].vocab if rest[2:] else ROWS)
+    one = {"layer": mixture.time_layer, "prompt": mixture.time_prompt, "memory": mixture.time_memory}[kind]
+    return one(int(rest[0]))
 
 
-def measured(names: list[str], device: torch.device, weights: str) -> Iterator[dict[str, Any]]:
+def measured(dims: str, names: list[str], device: torch.device, weights: str) -> Iterator[dict[str, Any]]:
     """Measure rows one after another; what is checked is in bf16."""
     bandwidth = copy_bytes_per_s(device)
     yield {"copy_TB_per_s": bandwidth / 1e12}
@@ -380,11 +407,11 @@ def measured(names: list[str], device: torch.device, weights: str) -> Iterator[d
     for name in names:
         kind, *rest = name.split("/")
         if kind in ("exact", "tokens"):
-            row = (check_layer if kind == "exact" else check_tokens)(NAME, device)
+            row = (check_layer if kind == "exact" else check_tokens)(dims, device)
             torch.cuda.empty_cache()
         else:
             if mixture is None:
-                mixture = Mixture(NAME, device, weights=weights)
+                mixture = Mixture(dims, device, weights=weights)
                 with torch.inference_mode():
                     mixture.compile_passes(names)
             row = measured_row(mixture, kind, rest, bandwidth)
@@ -397,10 +424,14 @@ def main(argv: list[str] | None = None) -> None:
     command = Command("mixture", __doc__, all_rows())
     command.add_argument("--seconds", type=float, default=3600, help="begin no row later")
     command.add_argument("--target-weights", choices=TARGET_WEIGHTS, default="bf16")
+    command.add_argument("--dims", choices=EXPERTS, default="qwen3-30b-a3b")
     args = command.parse_args(argv)
+    if args.dims in ACCEPTED and args.target_weights != "bf16":
+        command.error(f"{args.dims} has experts in MXFP4: leave --target-weights out")
     names, device = command.chosen(args), command.gpu()
-    result: dict[str, Any] = {"machine": machine(device), "target_weights": args.target_weights, "rows": []}
-    for row in measured(names, device, args.target_weights):
+    named = {"dims": args.dims, "target_weights": args.target_weights}
+    result: dict[str, Any] = {"machine": machine(device), **named, "rows": []}
+    for row in measured(args.dims, names, device, args.target_weights):
         result["rows"].append(row | {"at_s": time.perf_counter() - started})
         show(result["rows"][-1])
         write(result, args.out)

@@ -2,16 +2,18 @@
 
     python -m benchmarks.serve [--rows REGEX] [--out benchmarks/results/DATE-h100-serve.json]
 
-``smollm2/N``, ``8b/N`` (Llama-3.1-8B's dimensions, random weights): N clients, each with one call after another,
-prompts of 512 tokens, 128 new, greedy: tokens/s of `generate`, of whole answers and of streams, and their ratios; all
-answers must be the same tokens. ``…/idle``: one stream at a time: the first token beside the time of a call of
-`generate` for one token, and the median gap between chunks beside a step's. ``…/long``: while other answers run, a
-prompt of 30,000 tokens comes (of 6,000 for smollm2): the longest gap between two chunks of theirs before and after.
+``smollm2/N``, ``8b/N`` (Llama-3.1-8B's dimensions, random weights): N clients that begin together, each with one call
+after another, prompts of 512 tokens, 128 new, greedy: tokens/s of `generate`, of whole answers and of streams, and the
+median of their ratios for the same prompts; all answers must be the same tokens. ``…/idle``: one stream at a time: the
+first token beside the time of a call of `generate` for one token, and the median gap between chunks beside a step's.
+``…/long``: while other answers run, a prompt of 30,000 tokens comes (of 6,000 for smollm2): the longest gap between two
+chunks of theirs before and after.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -50,21 +52,27 @@ def prompts_of(model: SpeculativeModel, number: int, first: int, length: int | N
     return [ids[start : start + length] for start in starts]
 
 
-def call_from_processes(port: int, calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Have each list of calls made by a process of its own, all at a time."""
-    command = [sys.executable, "-S", str(_CLIENT), str(port)]
-    clients = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in calls]
-    outputs = [""] * len(calls)
-
-    def talk(index: int) -> None:
-        outputs[index] = clients[index].communicate(json.dumps(calls[index]))[0]
-
-    threads = [threading.Thread(target=talk, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [json.loads(output) for output in outputs]
+def call_from_processes(port: int, calls: Sequence[dict[str, Any]], clients: int) -> list[dict[str, Any]]:
+    """Have calls made by so many processes, each of which takes the next one that is left, as `generate`'s slots do."""
+    source, sink = os.pipe()
+    command = [sys.executable, "-S", str(_CLIENT), str(port), str(source)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": (source,), "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(clients)]
+    done: dict[str, Any] = {}
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(calls))
+        process.stdin.close()
+    streams = [process.stdout for process in processes if process.stdout is not None]
+    assert [stream.readline() for stream in streams] == ["ready\n"] * clients
+    os.write(sink, b"".join(b"%04d" % number for number in range(len(calls))))
+    for end in (source, sink):
+        os.close(end)
+    for process, stream in zip(processes, streams, strict=True):
+        with stream:
+            done |= json.load(stream)
+        process.wait()
+    return [done[str(number)] for number in range(len(calls))]
 
 
 class Server:
@@ -72,10 +80,11 @@ class Server:
 
     def __init__(self, model: SpeculativeModel, slots: int) -> None:
         import uvicorn
-        from eagle_slim.runtime.serve.app import ServeOptions, Service
+        from eagle_slim.runtime.serve.app import Service
 
-        self.service = Service(lambda: model, ServeOptions(max_slots=slots))
-        config = uvicorn.Config(self.service.app(), port=0, log_level="warning", timeout_graceful_shutdown=5)
+        self.service = Service(lambda: model, slots=slots)
+        options: dict[str, Any] = {"log_level": "warning", "access_log": False, "proxy_headers": False}
+        config = uvicorn.Config(self.service.app(), port=0, timeout_graceful_shutdown=5, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
@@ -102,34 +111,30 @@ def body(prompt: Sequence[int], stream: bool, new: int | None = None) -> dict[st
 
 
 def run_row(model: SpeculativeModel, server: Server, clients: int) -> dict[str, Any]:
-    """Measure ``clients`` calls at a time, each way in turn."""
+    """Measure ``clients`` calls at a time, each way in turn, beside `generate` with the same prompts."""
     rates: dict[str, list[float]] = {"generate": [], "whole": [], "streamed": []}
+    ratios: dict[str, list[float]] = {"whole_ratio": [], "streamed_ratio": []}
     options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "max_slots": clients}
     number, different = clients * CALLS, 0
     model.generate(prompts_of(model, number, 0), **options)
     for turn in range(2 * ROUNDS):
-        stream, prompts = bool(turn % 2), prompts_of(model, number, (turn + 1) * number)
+        way, prompts = ("whole", "streamed")[turn % 2], prompts_of(model, number, (turn + 1) * number)
         output = model.generate(prompts, **options)
-        rates["generate"].append(output.stats.tokens_per_s)
-        shares = [[body(prompt, stream) for prompt in prompts[i::clients]] for i in range(clients)]
-        done = call_from_processes(server.port, shares)
-        calls = [call for client in done for call in client]
+        calls = call_from_processes(server.port, [body(prompt, way == "streamed") for prompt in prompts], clients)
         took = max(call["times"][-1] for call in calls) - min(call["sent"] for call in calls)
-        rates["streamed" if stream else "whole"].append(number * NEW / took)
-        for i in range(clients):
-            answers = [call["tokens"] for call in done[i]]
-            different += sum(a != b for a, b in zip(answers, output.token_ids[i::clients], strict=True))
+        rates["generate"].append(output.stats.tokens_per_s)
+        rates[way].append(number * NEW / took)
+        ratios[f"{way}_ratio"].append(rates[way][-1] / rates["generate"][-1])
+        different += sum(call["tokens"] != alone for call, alone in zip(calls, output.token_ids, strict=True))
     medians = {f"{name}_tokens_s": statistics.median(values) for name, values in rates.items()}
-    ratios = {
-        f"{name}_ratio": medians[f"{name}_tokens_s"] / medians["generate_tokens_s"] for name in ("whole", "streamed")
-    }
-    return {**medians, **ratios, "different": different, "spread": {k: [min(v), max(v)] for k, v in rates.items()}}
+    medians |= {name: statistics.median(values) for name, values in ratios.items()}
+    return {**medians, "different": different, "spread": {k: [min(v), max(v)] for k, v in (rates | ratios).items()}}
 
 
 def run_idle(model: SpeculativeModel, server: Server) -> dict[str, Any]:
     """Measure single streams beside calls of `generate`."""
     prompts = prompts_of(model, 12, 1000)
-    calls = call_from_processes(server.port, [[body(prompt, True) for prompt in prompts]])[0]
+    calls = call_from_processes(server.port, [body(prompt, True) for prompt in prompts], 1)
     first_s = statistics.median(call["times"][0] - call["sent"] for call in calls[2:])
     gaps = [after - before for call in calls[2:] for before, after in pairwise(call["times"])]
     alone = [model.generate(prompt, max_new_tokens=1).stats.total_s for prompt in prompts]
@@ -147,18 +152,18 @@ def run_long(model: SpeculativeModel, server: Server, name: str, slots: int) -> 
     """Measure the gaps of running streams around the arrival of a long prompt."""
     prompts, long = prompts_of(model, slots - 1, 2000), prompts_of(model, 1, 3000, LONG_PROMPT[name])[0]
     found: list[Any] = []
-    running = [[body(prompt, True, new=LONG_NEW[name])] for prompt in prompts]
-    thread = threading.Thread(target=lambda: found.extend(call_from_processes(server.port, running)))
+    running = [body(prompt, True, new=LONG_NEW[name]) for prompt in prompts]
+    thread = threading.Thread(target=lambda: found.extend(call_from_processes(server.port, running, len(running))))
     thread.start()
-    while server.service.engine.num_running < slots - 1 and thread.is_alive():
+    while len(server.service.engine.running) < slots - 1 and thread.is_alive():
         time.sleep(0.01)
     time.sleep(SETTLED_S)
     began = time.time()
-    call = call_from_processes(server.port, [[body(long, True, new=4)]])[0][0]
+    call = call_from_processes(server.port, [body(long, True, new=4)], 1)[0]
     thread.join()
     before, during = list[float](), list[float]()
-    for client in found:
-        for one, other in pairwise(client[0]["times"]):
+    for answer in found:
+        for one, other in pairwise(answer["times"]):
             if began - 0.8 * SETTLED_S < other < began:
                 before.append(other - one)
             if call["sent"] < other < call["times"][0]:
@@ -185,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = Command("serve", __doc__, ROWS)
     args = command.parse_args(arguments)
     rows, device = command.chosen(args), command.gpu()
-    sys.setswitchinterval(1e-4)
+    sys.setswitchinterval(1e-5)
     result: dict[str, Any] = {"machine": machine(device), "rows": []}
     for name in MODELS:
         chosen = [row.split("/")[1] for row in rows if row.startswith(f"{name}/")]

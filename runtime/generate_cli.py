@@ -11,14 +11,13 @@ from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_opti
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from .options_cli import (
-    draft_vocab_option,
-    draft_window_option,
-    load_heads,
+    draft_options,
+    load_model,
     model_options,
     no_follow_option,
+    partial_verification_option,
     show_warnings_as_lines,
 )
-from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .api.output import GenerationOutput
@@ -37,11 +36,8 @@ Examples:
   eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
 )
 @model_options
-@click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
-@click.option("--draft-top-k", type=click.IntRange(1), default=10, show_default=True, help="Children per node.")
-@click.option("--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 4 on a CPU.")
-@draft_vocab_option
-@draft_window_option
+@draft_options
+@partial_verification_option
 @no_follow_option
 @click.option("--prompt", metavar="TEXT", help="Answer this and exit. Default: the text on stdin, or a chat.")
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
@@ -73,12 +69,10 @@ def generate(prompt: str | None, system: str | None, raw: bool, check: bool, as_
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    depth, top_k, total_tokens = (options.pop(name) for name in ("depth", "draft_top_k", "total_tokens"))
-    tree = TreeConfig.of(depth, top_k, total_tokens)
-    (model,) = load_heads(options, tree=tree, **{name: options.pop(name) for name in ("draft_vocab", "draft_window")})
+    model = load_model(options)
     # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
-    if total_tokens is None and not (check and model.target.device.type == "cuda"):
-        model = model.with_tree(None)
+    if check and model.target.device.type == "cuda":
+        model = model.with_tree(model.drafter.tree)
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
         session.chat()

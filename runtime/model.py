@@ -56,7 +56,6 @@ from .step.plan import (
     DEFAULT_MAX_SLOTS,
     CallRules,
     Plan,
-    RequestList,
     Source,
     describe,
     plan_call,
@@ -370,7 +369,7 @@ class SpeculativeModel:
                 request.streamer = streamer
                 # Also where steps choose to decode plainly: tokens outside the vocabulary are still counted.
                 request.head = self.drafter.weights if speculative else None
-            loop = GenerationLoop(self._decoders, RequestList(call.requests, plan.rules), plan)
+            loop = GenerationLoop(self._decoders, Source(call.requests, plan.rules), plan)
             results, stats = collect(call.requests, loop.run())
         finally:
             # Whoever reads from the streamer must not wait for ever.
@@ -473,7 +472,8 @@ class SpeculativeModel:
         call = replace(call, requests=call.requests * max_slots)
         reuse = self.target.exactness is not None
         options: dict[str, Any] = {"max_slots": max_slots, "speculative": speculative, "reuse_prefix": reuse}
-        plan = plan_service(plan_call(self.target, self._decoders, call, self.is_tree_sized, **options))
+        plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, **options)
+        plan = plan_service(plan, self.target.weight_bytes)
         for rules in plan.stages:
             self._decoders.run(partial(self._decoders.warm_up, max_slots, length, plan.shapes, rules))
         return plan

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from eagle_slim.vocab_tools.common_cli import choice_option, note
 
+from .settings import TreeConfig
+
 if TYPE_CHECKING:
     from .model import SpeculativeModel
 
@@ -42,11 +44,6 @@ _OPTIONS = (
         "Weights of the target: as its files have them (auto), or quantised to FP8, on GPUs from sm_89 on.",
     ),
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
-    click.option(
-        "--partial-verification",
-        type=click.Choice(["exact", "lossy"]),
-        help="For very long prompts: run ahead on a part of the KV cache; `lossy` may change the text.",
-    ),
 )
 _LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "target_weights", "offline")
 
@@ -64,23 +61,42 @@ def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context
     return parse
 
 
-draft_vocab_option = click.option(
-    "--draft-vocab",
-    metavar="N",
-    callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
-    help="Draft over the best N ids only; `full`, the default, is all of the head's.",
+_OF_DRAFTS = (
+    click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree."),
+    click.option("--draft-top-k", type=click.IntRange(1), default=10, show_default=True, help="Children per node."),
+    click.option(
+        "--total-tokens", type=click.IntRange(2), help="Nodes of a tree. Default: by step on a GPU, 4 on a CPU."
+    ),
+    click.option(
+        "--draft-vocab",
+        metavar="N",
+        callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
+        help="Draft over the best N ids only; `full`, the default, is all of the head's.",
+    ),
+    click.option(
+        "--draft-window",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Draft from the last N tokens only; 0: from all. Default: what the head was trained on, by config.json.",
+    ),
 )
-draft_window_option = click.option(
-    "--draft-window",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Draft from the last N tokens only; 0: from all. Default: what the head was trained on, by its config.json.",
+partial_verification_option = click.option(
+    "--partial-verification",
+    type=click.Choice(["exact", "lossy"]),
+    help="For very long prompts: run ahead on a part of the KV cache; `lossy` may change the text.",
 )
 
 
 def model_options(function: _Decorated) -> _Decorated:
-    """Add HEAD, the options that `load_heads` takes, and ``--partial-verification``."""
+    """Add HEAD, and the options that `load_heads` takes."""
     for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def draft_options(function: _Decorated) -> _Decorated:
+    """Add the options of drafts that `load_model` takes."""
+    for option in reversed(_OF_DRAFTS):
         function = option(function)
     return function
 
@@ -118,6 +134,17 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
         note(f"loading {other}")
         models.append(SpeculativeModel.from_pretrained(shared, other, **given))
     return models
+
+
+def load_model(options: dict[str, Any], **more: Any) -> SpeculativeModel:
+    """Take the options of `model_options` and `draft_options` out of a command's, and load the head with its target.
+
+    Steps choose their trees where ``--total-tokens`` is not given.
+    """
+    depth, top_k, total_tokens = (options.pop(name) for name in ("depth", "draft_top_k", "total_tokens"))
+    more |= {name: options.pop(name) for name in ("draft_vocab", "draft_window")}
+    (model,) = load_heads(options, tree=TreeConfig.of(depth, top_k, total_tokens), **more)
+    return model if total_tokens is not None else model.with_tree(None)
 
 
 def _show_progress() -> None:

@@ -32,8 +32,8 @@ ORDER = {
         < verify vocabulary_choice < options < pipeline < cli removed_cli verify_cli
     """,
     "runtime": """
-        errors < compiling/kernels < compiling < ops settings < tree < target/fp8 < target/kernels < target
-        < drafter/kernels < drafter < drafter/tuning
+        errors < compiling/kernels < compiling < ops settings < tree < target/fp8 < target/mxfp4
+        < target/kernels < target < drafter/kernels < drafter < drafter/tuning
         < api < opening < step/kernels < step < model < compare options_cli serve < safeailab
         < compare/cli generate_cli serve/cli tune
     """,

@@ -40,7 +40,7 @@ from eagle_slim.runtime.step.partial import PartialChains
 from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
 from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
-from eagle_slim.runtime.target.expert_loading import Fp8Experts
+from eagle_slim.runtime.target.expert_loading import Fp8Experts, Mxfp4Experts
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention, attention_kernels
@@ -68,9 +68,16 @@ LAYERS = {
     "qwen3-8b": 36,
     "llama-3.3-70b": 80,
     "qwen3-30b-a3b": 48,
+    "gpt-oss-20b": 24,
+    "gpt-oss-120b": 36,
 }
-EXPERTS = {"qwen3-30b-a3b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}}
-"""Of mixtures, which normalise the weights of a token's experts."""
+_QWEN3 = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _QWEN3,
+    "gpt-oss-20b": {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880},
+    "gpt-oss-120b": {"num_local_experts": 128, "num_experts_per_tok": 4, "intermediate_size": 2880},
+}
+"""Settings of mixtures; gpt-oss' experts are in MXFP4."""
 TIED = ("smollm2-135m", "llama-3.2-1b")
 TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
 """Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
@@ -90,38 +97,53 @@ AT_ONCE = 6
 def random_target(
     name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16", layers: int | None = None
 ) -> nn.Module:
-    """Build a random Llama, Qwen2, Qwen3 or Qwen3-MoE of these dimensions on the device.
+    """Build a random Llama, Qwen2, Qwen3, Qwen3-MoE or gpt-oss of these dimensions on the device.
 
-    ``layers``: fewer than `LAYERS`. ``weights``: one of `TARGET_WEIGHTS`; the matrices of layers in FP8 are made one at
-    a time.
+    ``layers``: fewer than `LAYERS`. ``weights``: one of `TARGET_WEIGHTS`; the matrices of layers in FP8 or MXFP4 are
+    made one at a time.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    more: dict[str, Any] = {**EXPERTS[name], "norm_topk_prob": True} if name in EXPERTS else {}
-    config = AutoConfig.for_model(
-        "qwen3_moe" if more else name[:5] if name.startswith("qwen") else "llama",
-        vocab_size=dims.vocab,
-        hidden_size=dims.hidden,
-        intermediate_size=dims.intermediate,
-        num_hidden_layers=layers or LAYERS[name],
-        num_attention_heads=dims.heads,
-        num_key_value_heads=dims.kv_heads,
-        head_dim=dims.head_dim,
-        max_position_embeddings=131072,
-        tie_word_embeddings=name in TIED,
-        **more,
-    )
-    with device if weights == "bf16" else torch.device("meta"):
+    more = EXPERTS.get(name, {})
+    is_gpt_oss = "num_local_experts" in more
+    sizes = {
+        "vocab_size": dims.vocab,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
+        "num_hidden_layers": layers or LAYERS[name],
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": name in TIED,
+    }
+    kind = "gpt_oss" if is_gpt_oss else "qwen3_moe" if more else name[:5] if name.startswith("qwen") else "llama"
+    config = AutoConfig.for_model(kind, **sizes | more)
+    is_packed = is_gpt_oss or weights != "bf16"
+    with torch.device("meta") if is_packed else device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if weights != "bf16":
-        _fill_in_fp8(model, dtype, device, is_by_blocks=weights == "fp8-blocks")
+    if is_gpt_oss:
+        for layer in model.model.layers:
+            layer.mlp.experts = _random_mxfp4(layer.mlp.experts, device)
+    if is_packed:
+        _fill(model, dtype, device, weights)
     random_model: nn.Module = model.eval()
     return random_model
 
 
-def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blocks: bool) -> None:
-    """Give a model on the meta device random weights, those of its layers' matrices in FP8."""
-    for layer in model.model.layers:
+def _random_mxfp4(plain: Any, device: torch.device) -> Mxfp4Experts:
+    """Draw experts in MXFP4: numbers uniformly, of which one in three is above 2, and scales near 2^-7."""
+    experts = Mxfp4Experts(plain, device)
+    for weight in (experts.gate_up, experts.down):
+        weight.words.random_(-(1 << 31), (1 << 31) - 1)
+        weight.put_scales(torch.randint(119, 122, (weight.shape[0], weight.shape[1] // 32), device=device))
+    return experts
+
+
+def _fill(model: Any, dtype: torch.dtype, device: torch.device, weights: str) -> None:
+    """Give a model on the meta device random weights, those of its layers' matrices in FP8 if ``weights`` says so."""
+    is_by_blocks = weights == "fp8-blocks"
+    for layer in model.model.layers if weights != "bf16" else ():
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts = experts = Fp8Experts(layer.mlp.experts, is_by_blocks, device)
             for weight in (experts.gate_up, experts.down):

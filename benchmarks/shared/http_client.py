@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import sys
 import time
+from typing import Any
 
 
-def run_client(port: int) -> None:
-    """Make the calls that stdin holds, one after another; prints their times and tokens."""
-    done = []
+def run_client(port: int, queue: int) -> None:
+    """Make those of the calls on stdin whose numbers come from a pipe, one after another; prints times and tokens.
+
+    ``queue``: its end to read from; a number has four letters. Says that it is ready before the first.
+    """
+    calls, done = [(json.dumps(body), bool(body.get("stream"))) for body in json.load(sys.stdin)], {}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    for body in json.load(sys.stdin):
-        sent = time.time()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if not body.get("stream"):
-            answer = json.load(response)
-            done.append({"sent": sent, "times": [time.time()], "tokens": answer["choices"][0]["token_ids"]})
-            continue
-        times, tokens = list[float](), list[int]()
-        for line in response:
-            if (
-                line.startswith(b"data: {")
-                and (choices := json.loads(line[6:])["choices"])
-                and choices[0].get("token_ids")
-            ):
-                times.append(time.time())
-                tokens += choices[0]["token_ids"]
-        done.append({"sent": sent, "times": times, "tokens": tokens})
+    connection.connect()
+    print("ready", flush=True)
+    while number := os.read(queue, 4):
+        done[int(number)] = _ask(connection, *calls[int(number)])
     print(json.dumps(done))
 
 
+def _ask(connection: http.client.HTTPConnection, data: str, is_streamed: bool) -> dict[str, Any]:
+    times, tokens = list[float](), list[int]()
+    sent = time.time()
+    connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
+    response = connection.getresponse()
+    if not is_streamed:
+        answer = json.load(response)
+        return {"sent": sent, "times": [time.time()], "tokens": answer["choices"][0]["token_ids"]}
+    for line in response:
+        if line.startswith(b"data: {") and (new := json.loads(line[6:])["choices"][0].get("token_ids")):
+            times.append(time.time())
+            tokens += new
+    return {"sent": sent, "times": times, "tokens": tokens}
+
+
 if __name__ == "__main__":
-    run_client(int(sys.argv[1]))
+    run_client(int(sys.argv[1]), int(sys.argv[2]))

@@ -3,7 +3,8 @@
 A part of each embedding, which stands out of what layers add, holds a number for each expert, and every layer's router
 reads them in an order of its own. Routers: ``uniform``, where these numbers are noise, so that rows share few experts;
 ``biased``, where experts are as frequent as a Zipf law says (exponent 0.5), with an offset of each sequence's own that
-is set so that 6 tokens of one touch 24 experts of a layer, as was counted of Qwen3-30B-A3B.
+is set so that 6 tokens of one touch 24 experts of a layer, as was counted of Qwen3-30B-A3B; in other dimensions as
+large a share of what the uniform router touches.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from eagle_slim.runtime.target.fused import FusedTarget
+from eagle_slim.runtime.target.kernels.experts import Experts
 from torch import Tensor
 
-from .decoding import EXPERTS, RandomModel
+from .decoding import RandomModel
 
 STAND_OUT = 20.0
 """Size of the part of an embedding that routers read, beside what all layers add, about 1."""
-TOUCHED = 24
-"""Experts of a layer that 6 tokens of a sequence touch where routers are biased."""
+TOUCHED = 24 / 41.1
+"""Share of the experts that 6 tokens touch by a uniform router which those of a sequence touch by a biased one."""
 
 
 class Law:
@@ -32,9 +35,10 @@ class Law:
         if name == "biased":
             self.base = -0.5 * rank.float().log()
             unit, low, high = torch.randn(classes, experts, generator=draw), 0.0, 8.0
+            wanted = TOUCHED * experts * (1 - (1 - top_k / experts) ** 6)
             for _ in range(20):
                 self.offsets = unit * (low + high) / 2
-                low, high = ((low + high) / 2, high) if self.touched(6) > TOUCHED else (low, (low + high) / 2)
+                low, high = ((low + high) / 2, high) if self.touched(6) > wanted else (low, (low + high) / 2)
 
     def touched(self, tokens: int, tries: int = 64) -> float:
         """Count the experts that tokens of a class touch, in the mean."""
@@ -56,17 +60,18 @@ class RoutedModel(RandomModel):
         super().__init__(name, device, dtype, weights=weights)
         self.model: Any = self.target.model
         self._numbers: dict[tuple[str, int], Tensor] = {}
-        self._sizes, draw = EXPERTS[name], torch.Generator().manual_seed(0)
-        count = self._sizes["num_experts"]
-        for layer in self.model.model.layers:
-            router = layer.mlp.gate.weight.data.zero_()
-            router[torch.arange(count), torch.randperm(count, generator=draw)] = 1.0
+        draw = torch.Generator().manual_seed(0)
+        assert isinstance(self.target, FusedTarget)
+        self.layers = [layer.mlp for layer in self.target.layers if isinstance(layer.mlp, Experts)]
+        count = self.layers[0].count
+        for each in self.layers:
+            each.router.data.zero_()[torch.arange(count), torch.randperm(count, generator=draw)] = 1.0
 
     def follow(self, law: str, classes: int) -> None:
         """Let tokens be routed by a law, token t as those of class ``t % classes``."""
-        embedding, count = self.model.model.embed_tokens.weight.data, self._sizes["num_experts"]
+        embedding, count = self.model.model.embed_tokens.weight.data, self.layers[0].count
         if (law, classes) not in self._numbers:
-            drawn = Law(law, count, self._sizes["num_experts_per_tok"], classes)
+            drawn = Law(law, count, self.layers[0].top_k, classes)
             numbers = drawn.numbers(torch.arange(len(embedding)))
             numbers = (numbers - numbers.mean(1, keepdim=True)) / numbers.std() * STAND_OUT
             self._numbers[law, classes] = numbers.to(embedding)

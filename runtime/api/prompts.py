@@ -20,6 +20,9 @@ _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prom
 
 def read_token_id(token: Any, name: str = "input_ids") -> int:
     """Return a token id as a plain integer. Raises `UsageError` for anything else."""
+    # Long prompts are many, and an abstract class's check is slow.
+    if type(token) is int:
+        return token
     if isinstance(token, bool) or not isinstance(token, Integral):
         raise misfit(name, "token ids, integers in lists or in a tensor of at most two dimensions", token)
     return int(token)

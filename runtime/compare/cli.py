@@ -22,7 +22,14 @@ from eagle_slim.vocab_tools.common_cli import (
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
 
-from ..options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
+from ..options_cli import (
+    load_heads,
+    model_options,
+    no_follow_option,
+    partial_verification_option,
+    read_by,
+    show_warnings_as_lines,
+)
 from ..settings import SamplingConfig, TreeConfig
 from .comparison_options import MARKER, CompareOptions
 from .prompts import load_prompts
@@ -53,6 +60,7 @@ Examples:
   OMP_NUM_THREADS=1 eagle-compare --device cpu --dtype bfloat16 --prompts prompts.txt --sizes 4096 --tree 4,4,16""",
 )
 @model_options
+@partial_verification_option
 @click.option(
     "--head", "heads", multiple=True, metavar="HEAD", help="Another head of the same target to compare; repeatable."
 )

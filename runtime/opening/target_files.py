@@ -88,6 +88,8 @@ def choose_form(
         with _naming(target):
             file = cached_file(target, name, **where) if has_file(str(target), name, **where) else None
         settings = None if file is None else read_object(Path(file), TargetError)
+    if config.model_type == "gpt_oss" and (settings or {}).get("quant_method") == "mxfp4":
+        settings = None  # names of tensors say what is packed
     form = read_form(settings, str(target))
     vars(config).pop("quantization_config", None)
     if form is not None and (reason := _unfit_for_fp8(device, dtype)) is not None:
@@ -132,8 +134,8 @@ def load_target(
             if dtype is None and form is None and device.type == "cpu":
                 wanted = dtype_on_cpu(config)
             stored = config.dtype if wanted in (None, "auto") else wanted
-            if form is not None or (stored and is_mixture and not adapter):
-                weights = weights if form is not None else f"in {str(stored).removeprefix('torch.')}"
+            if form is not None or (is_mixture and not adapter):
+                weights = weights if form is not None else f"in {str(stored or 'their type').removeprefix('torch.')}"
                 return load_by_tensor(fetch_target(target, revision, offline), config, form, stored, device)
             model, found = AutoModelForCausalLM.from_pretrained(
                 target,

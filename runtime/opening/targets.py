@@ -70,7 +70,7 @@ def open_target(
     Args:
         target: Hub id, folder, or a loaded transformers model, which stays as it is, where it is.
         dtype, device, target_weights, revision, offline: as in `SpeculativeModel.from_pretrained`.
-        target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or "auto":
+        target_backend: "fused" (our own forward, of classes that it knows), "transformers" (the model's), or "auto":
             fused on a GPU where the model is exactly of a class that it knows.
 
     Raises `UsageError` for an option that cannot be, and where no such folder is; `TargetError` without a

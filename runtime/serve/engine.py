@@ -1,7 +1,6 @@
 """`ServeEngine`: a thread that owns the model and answers calls, and the bounded queue before it.
 
-The event loop of HTTP submits and cancels calls, and is told their tokens by one callback for each step of the model;
-neither thread waits for the other.
+The event loop of HTTP submits and cancels calls, and is told their tokens; neither thread waits for the other.
 """
 
 from __future__ import annotations
@@ -11,42 +10,54 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..api.request import FinishReason, Request
-from ..step.plan import CallRules, Plan
-from .calls import RefusedError, ServedAnswer, ServedCall
-from .metrics import Metrics
+from ..step.plan import CallRules, Plan, Source
+from .protocol import RefusedError, ServedAnswer, ServedCall
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
+    from .metrics import Metrics
 
 _LOG = logging.getLogger("eagle_slim.serve")
+_LINGER_S = 0.05
+"""Seconds in which the next call finds the generation loop as the last one left it."""
+_PAUSE_S = 4e-4
+"""Seconds between two deliveries of a stream, for each stream that runs: threads share an interpreter, and a delivery
+takes a part of this. First tokens and ends do not wait."""
 
 
-class ServeEngine:
-    """A `Source` of requests for the model that ``load`` returns; what the methods of that do is said there.
+class ServeEngine(Source):
+    """A source of requests for the model that ``load`` returns: at most ``num_slots`` run and ``max_waiting`` wait.
 
-    At most ``max_slots`` run and ``max_waiting`` more wait.
+    Its thread calls ``ready`` with a description once the model can answer, and ``ended`` once it no longer can,
+    ``failure`` saying why.
     """
 
-    prompt_lengths: Sequence[int] = ()
+    metrics: Metrics
+    """Set by ``load``."""
 
     def __init__(
-        self, load: Callable[[], SpeculativeModel], max_slots: int, max_waiting: int, metrics: Metrics
+        self,
+        load: Callable[[], SpeculativeModel],
+        ready: Callable[[str], None],
+        ended: Callable[[], None],
+        num_slots: int,
+        max_waiting: int,
     ) -> None:
-        self._load, self._metrics = load, metrics
-        self.num_slots, self.max_waiting, self.max_tokens = max_slots, max_waiting, 0
+        self._load, self._ready, self._ended = load, ready, ended
+        self.num_slots, self.max_waiting, self.prompt_lengths = num_slots, max_waiting, ()
         self.model: SpeculativeModel | None = None
         """None until it can answer."""
         self.plan: Plan | None = None
         self.failure: BaseException | None = None
-        self._waiting: deque[tuple[ServedAnswer, CallRules]] = deque()
-        self._running: dict[Request, ServedAnswer] = {}
+        self.waiting: deque[ServedAnswer] = deque()
+        self.running: dict[Request, ServedAnswer] = {}
         """Taken by the model; the engine's thread changes it."""
         self._numbers = count()
         self._seconds = 1.0
@@ -54,46 +65,32 @@ class ServeEngine:
         self._changed, self._is_closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, events: asyncio.AbstractEventLoop, ready: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Load the model and answer, telling the event loop ``events``.
-
-        It calls ``ready`` once the model can answer, and ``ended`` once it no longer can, ``failure`` saying why.
-        """
-        self._events, self._ready, self._ended = events, ready, ended
+    def start(self, events: asyncio.AbstractEventLoop) -> None:
+        """Load the model and answer, telling the event loop."""
+        self._events = events
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """End all calls, and wait for the thread so long."""
         with self._changed:
             self._is_closed = True
-            for answer in [*(answer for answer, _ in self._waiting), *self._running.values()]:
+            for answer in [*self.waiting, *self.running.values()]:
                 answer.request.is_cancelled = True
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    @property
-    def num_waiting(self) -> int:
-        """Count the answers that wait."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Count the answers that run."""
-        return len(self._running)
-
-    def submit(self, call: ServedCall, rules: Sequence[CallRules]) -> None:
+    def submit(self, call: ServedCall) -> None:
         """Queue the answers of a call. Raises `RefusedError` where too many wait."""
         with self._changed:
-            room = self.num_slots + self.max_waiting - len(self._waiting) - len(self._running)
+            num_waiting = len(self.waiting)
             if self._is_closed:
                 raise RefusedError("The server ends.", 503)
-            if len(call.answers) > room:
-                after = {"Retry-After": str(max(1, round(self._seconds * len(self._waiting) / self.num_slots)))}
-                waiting = f"{len(self._waiting)} answers wait already. Try again later."
-                raise RefusedError(waiting, 429, "overloaded", **after)
+            if len(call.answers) + num_waiting + len(self.running) > self.num_slots + self.max_waiting:
+                after = {"Retry-After": str(max(1, round(self._seconds * num_waiting / self.num_slots)))}
+                raise RefusedError(f"{num_waiting} answers wait already. Try again later.", 429, "overloaded", **after)
             for answer in call.answers:
                 answer.request.index = next(self._numbers)
-            self._waiting.extend(zip(call.answers, rules, strict=True))
+            self.waiting.extend(call.answers)
             self._changed.notify()
 
     def cancel(self, call: ServedCall) -> None:
@@ -101,50 +98,59 @@ class ServeEngine:
         with self._changed:
             for answer in call.answers:
                 answer.request.is_cancelled = True
-            gone = [answer for answer, _ in self._waiting if answer.call is call]
-            self._waiting = deque(each for each in self._waiting if each[0].call is not call)
+            gone = [answer for answer in self.waiting if answer.call is call]
+            self.waiting = deque(answer for answer in self.waiting if answer.call is not call)
         self._tell([(answer, [], "cancelled") for answer in gone])
 
     def has_waiting(self) -> bool:
         """See `Source`."""
-        return bool(self._waiting)
+        return bool(self.waiting) or self._wait(_LINGER_S)
 
-    def take(self, count: int) -> list[tuple[Request, CallRules]]:
+    def take(self, number: int) -> list[tuple[Request, CallRules]]:
         """See `Source`."""
         with self._changed:
-            taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-            self._running |= {answer.request: answer for answer, _ in taken}
-        return [(answer.request, rules) for answer, rules in taken]
+            taken = [self.waiting.popleft() for _ in range(min(number, len(self.waiting)))]
+            self.running |= {answer.request: answer for answer in taken}
+        return [(answer.request, answer.rules) for answer in taken]
 
     def publish(self) -> None:
         """See `Source`: tell the event loop of new tokens and ends."""
-        news = []
-        for request, answer in [*self._running.items()]:
-            new, reason = request.token_ids[answer.num_told :], request.finish_reason
-            if new or reason is not None:
-                news.append((answer, new, reason))
-                answer.num_told += len(new)
+        now, answers = time.perf_counter(), [*self.running.values()]
+        pause_s = _PAUSE_S * sum(answer.call.is_streamed for answer in answers)
+        news = list[tuple[ServedAnswer, list[int], FinishReason | None]]()
+        for answer in answers:
+            tokens, reason = answer.request.token_ids[answer.num_told :], answer.request.finish_reason
             if reason is not None:
-                del self._running[request]
+                del self.running[answer.request]
+            elif not tokens or (answer.num_told and now < answer.due):
+                continue
+            answer.num_told += len(tokens)
+            answer.due = now + (pause_s if answer.call.is_streamed else _LINGER_S)
+            news.append((answer, tokens, reason))
         if news:
             self._events.call_soon_threadsafe(self._tell, news)
 
     def fail(self, request: Request, error: Exception) -> None:
         """See `Source`."""
-        self._running[request].error = error
+        self.running[request].error = error
 
-    def _tell(self, news: Sequence[tuple[ServedAnswer, list[int], FinishReason | None]]) -> None:
+    def _tell(self, news: Iterable[tuple[ServedAnswer, list[int], FinishReason | None]]) -> None:
         now = time.perf_counter()
         for answer, tokens, reason in news:
-            call = answer.call
-            self._metrics.see(answer, len(tokens), reason, now)
-            if tokens and call.first_token_s is None:
-                call.first_token_s = now - call.began
+            call, since = answer.call, now - answer.call.began
+            self.metrics.see(answer, len(tokens), reason, now)
             answer.token_ids += tokens
             answer.finish_reason, answer.told_at = reason, now
+            if tokens and call.first_token_s is None:
+                call.first_token_s = since
             if reason is not None:
-                self._seconds += 0.1 * (now - call.began - self._seconds)
-            if call.is_streamed or call.is_done:
+                self._seconds += 0.1 * (since - self._seconds)
+            if reason == "fault":
+                self.cancel(call)
+            is_done = reason is not None and call.is_done
+            if is_done:
+                _LOG.info("%s", call)
+            if call.is_streamed or is_done:
                 call.changed.set()
 
     def _run(self) -> None:
@@ -154,7 +160,8 @@ class ServeEngine:
             self.max_tokens = model.max_model_len
             self.plan = model.plan_service(self.num_slots)
             self.model = model
-            self._events.call_soon_threadsafe(self._ready)
+            slots = f"{self.num_slots} answers side by side of up to {self.max_tokens} tokens"
+            self._ready(f"{slots}\n{model.describe(self.plan)}")
             while self._wait():
                 try:
                     model.serve(self, self.plan)
@@ -168,19 +175,18 @@ class ServeEngine:
             self.model, self.failure = None, error
             with self._changed:
                 self._is_closed = True
-                self._running |= {answer.request: answer for answer, _ in self._waiting}
-                self._waiting.clear()
+                self.take(len(self.waiting))
             self._fail_all(RefusedError("The server has failed.", 503))
-        self._events.call_soon_threadsafe(self._ended)
+        self._ended()
 
-    def _wait(self) -> bool:
-        """Wait for requests; returns whether there are any, and false once all have ended in a closed engine."""
+    def _wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for requests; returns whether there are any: none are left in a closed engine, and none came in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            return bool(self._waiting)
+            self._changed.wait_for(lambda: self.waiting or self._is_closed, timeout_s)
+            return bool(self.waiting)
 
     def _fail_all(self, error: Exception) -> None:
-        for request, answer in self._running.items():
+        for request, answer in self.running.items():
             if request.finish_reason is None:
                 answer.error, request.finish_reason = error, "fault"
         self.publish()

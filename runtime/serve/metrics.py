@@ -2,65 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from .calls import ServedAnswer
+from .protocol import ServedAnswer
 
+_GAUGES = ("num_requests_running", "num_requests_waiting")
+_OF_DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+_COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", *_OF_DRAFTS)
+_HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+"""The second: of an answer's next token, in the mean of a delivery."""
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-_COUNTERS = {
-    "prompt_tokens": "Tokens of prompts.",
-    "generation_tokens": "New tokens.",
-    "prefix_cache_queries": "Tokens of prompts, as asked of earlier sequences.",
-    "prefix_cache_hits": "Tokens of prompts that were reused of earlier sequences.",
-    "spec_decode_num_drafts": "Passes over an answer's drafted tokens.",
-    "spec_decode_num_draft_tokens": "Drafted tokens.",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that became text.",
-}
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": "Seconds from a call to an answer's first token.",
-    "inter_token_latency_seconds": "Seconds between two deliveries of an answer's tokens.",
-    "e2e_request_latency_seconds": "Seconds of an answer.",
-}
 
 
 class Metrics:
-    """Metrics of one server."""
+    """Metrics of a model by its name; ``gauges`` count what runs and what waits, when they are asked for."""
 
-    def __init__(self) -> None:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-
-        self.registry, self.kind = CollectorRegistry(), CONTENT_TYPE_LATEST
-
-    def begin(self, name: str, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Count from now on, for a model's name; ``running`` and ``waiting`` count answers when they are asked for."""
+    def __init__(self, registry: Any, name: str, *gauges: Callable[[], int]) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        label: dict[str, Any] = {"labelnames": ("model_name",), "registry": self.registry}
-        self._counters = {key: Counter(f"vllm:{key}", text, **label).labels(name) for key, text in _COUNTERS.items()}
-        self._seconds = {
-            key: Histogram(f"vllm:{key}", text, buckets=_SECONDS, **label).labels(name)
-            for key, text in _HISTOGRAMS.items()
-        }
-        label["labelnames"] = ("model_name", "finished_reason")
-        ended = Counter("vllm:request_success", "Answers by what ended them.", **label)
-        self._ended, self._name = ended, name
-        label["labelnames"] = ("model_name",)
-        for key, count in (("running", running), ("waiting", waiting)):
-            gauge: Any = Gauge(f"vllm:num_requests_{key}", f"Answers that are {key}.", **label).labels(name)
-            gauge.set_function(count)
+        def build(kind: Any, keys: Sequence[str], **more: Any) -> dict[str, Any]:
+            more |= {"documentation": "As in vLLM.", "labelnames": ("model_name",), "registry": registry}
+            return {key: kind(f"vllm:{key}", **more).labels(name) for key in keys}
+
+        self._counters, self._seconds = build(Counter, _COUNTERS), build(Histogram, _HISTOGRAMS, buckets=_SECONDS)
+        for gauge, number in zip(build(Gauge, _GAUGES).values(), gauges, strict=True):
+            gauge.set_function(number)
+        labels = ("model_name", "finished_reason")
+        ended = Counter("vllm:request_success", "As in vLLM.", labels, registry=registry)
+        self._count_end: Callable[[str], None] = lambda reason: ended.labels(name, reason).inc()
 
     def see(self, answer: ServedAnswer, num_new: int, reason: str | None, now: float) -> None:
         """Take new tokens of an answer, and why it ended if it did, before it is told of them."""
         request, began = answer.request, answer.call.began
         if num_new:
             self._counters["generation_tokens"].inc(num_new)
-            key, since = ("inter_token_latency", answer.told_at) if answer.token_ids else ("time_to_first_token", began)
-            self._seconds[f"{key}_seconds"].observe(now - since)
+            if answer.token_ids:
+                self._seconds["inter_token_latency_seconds"].observe((now - answer.told_at) / num_new)
+            else:
+                self._seconds["time_to_first_token_seconds"].observe(now - began)
         if reason is None:
             return
-        self._ended.labels(self._name, reason).inc()
+        self._count_end(reason)
         self._seconds["e2e_request_latency_seconds"].observe(now - began)
         counts = {
             "prompt_tokens": len(request.prompt_ids),
@@ -72,9 +55,3 @@ class Metrics:
         }
         for key, number in counts.items():
             self._counters[key].inc(number)
-
-    def text(self) -> bytes:
-        """Return all metrics as Prometheus reads them; ``kind`` is the type of that text."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self.registry)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ class GenerationLoop:
             drafted = [shape for shape in self.plan.shapes if shape is not None]
             trees = [None, *shapes_for(decoder.batch_for(self.num_slots), drafted)]
         decoder.begin_compiling(self.num_slots, self.rules, trees, self.source.prompt_lengths)
-        while self.source.has_waiting() or self.entering or self.running or self.in_flight:
+        # The source, which may wait for requests, is asked last.
+        while self.entering or self.running or self.in_flight or self.source.has_waiting():
             self._fill_slots()
             if self.host is not None:
                 self._read_all_but(0)
@@ -142,28 +144,30 @@ class GenerationLoop:
             # One step stays in flight after the one that is read.
             self._read_all_but(self.host is None and bool(self.running))
 
-    def _read_all_but(self, count: int) -> None:
-        while len(self.in_flight) > count:
+    def _read_all_but(self, number: int) -> None:
+        while len(self.in_flight) > number:
             self._read()
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.timer is None else self.timer.phase(name)
 
     def _fill_slots(self) -> None:
-        """Run prompts into free slots; of a service's one chunk, if an answer runs that would wait."""
-        while True:
+        """Run prompts into free slots; while a service's answers wait, one chunk of a long one, or a few short ones."""
+        for number in count(1):
             self._drop_cancelled()
             if not self.entering:
                 self._take_requests()
             if not self.entering:
                 return
             self._run_chunk()
-            if self.plan.is_service and self.running:
+            if self.plan.is_service and self.running and (self.entering or number >= self.plan.max_entering):
                 return
 
     def _take_requests(self) -> None:
         free = [slot for slot in range(self.num_slots) if slot not in self.running]
         taken = self.source.take(min(1, len(free)) if self.plan.is_service else len(free))
+        if not taken:
+            return
         owners = {request.owner for request, _ in taken} if self.plan.reuse_prefix else set()
         kept = [rows if {rows.owner} == owners else KeptRows() for rows in self.decoders.kept]
         prompts = [request.prompt_ids for request, _ in taken]

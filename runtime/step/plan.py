@@ -1,6 +1,6 @@
 """The plan of a call, decided before it begins: rules of its choices, trees, slots, and partial verification.
 
-Also the `Source` that a generation loop takes its requests from: a list, or a server's queue.
+Also the `Source` that a generation loop takes its requests from; a server's is a queue (`serve.engine`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,55 +86,31 @@ class CallRules:
         return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
 
 
-class Source(Protocol):
-    """Requests for a loop, whose thread alone calls this."""
-
-    num_slots: int
-    """Most that run side by side."""
-    max_tokens: int
-    """Most tokens of a prompt and its answer."""
-    prompt_lengths: Sequence[int]
-    """Tokens of the prompts that are known before."""
-
-    def has_waiting(self) -> bool:
-        """Return whether there is a request to take."""
-        ...
-
-    def take(self, count: int) -> list[tuple[Request, CallRules]]:
-        """Take up to ``count`` requests, those first that came first."""
-        ...
-
-    def publish(self) -> None:
-        """Look at what requests have become: called where some have new tokens, or have ended."""
-        ...
-
-    def fail(self, request: Request, error: Exception) -> None:
-        """Take note that a request has failed; raises where all others are to fail with it."""
-        ...
-
-
-class RequestList:
-    """The requests of one call, by rules that are the same for all."""
+class Source:
+    """Requests for a loop, whose thread alone calls this: those of one call, by rules that are the same for all."""
 
     def __init__(self, requests: Sequence[Request], rules: CallRules) -> None:
         self._waiting, self._rules = deque(each for each in requests if each.finish_reason is None), rules
         self.num_slots = len(self._waiting)
+        """Most that run side by side."""
         self.prompt_lengths: Sequence[int] = [len(each.prompt_ids) for each in self._waiting]
+        """Tokens of the prompts that are known before."""
         self.max_tokens = max((each.max_tokens for each in self._waiting), default=0)
+        """Most tokens of a prompt and its answer."""
 
     def has_waiting(self) -> bool:
-        """See `Source`."""
+        """Return whether there is a request to take; asked while no other runs, it may wait for one for a moment."""
         return bool(self._waiting)
 
-    def take(self, count: int) -> list[tuple[Request, CallRules]]:
-        """See `Source`."""
-        return [(self._waiting.popleft(), self._rules) for _ in range(min(count, len(self._waiting)))]
+    def take(self, number: int) -> list[tuple[Request, CallRules]]:
+        """Take up to ``number`` requests, those first that came first."""
+        return [(self._waiting.popleft(), self._rules) for _ in range(min(number, len(self._waiting)))]
 
     def publish(self) -> None:
-        """See `Source`."""
+        """Look at what requests have become: called where some have new tokens, or have ended."""
 
     def fail(self, request: Request, error: Exception) -> None:
-        """See `Source`."""
+        """Take note that a request has failed; raises where all others are to fail with it."""
         raise error
 
 
@@ -160,6 +136,8 @@ class Plan:
     """Whether drafted tokens equal plain ones but for the target's rounding (`TargetModel.exactness`)."""
     is_service: bool = False
     """Whether requests come without end: times are not kept, and between two steps runs one chunk of a prompt."""
+    max_entering: int = 1
+    """Prompts of one chunk that a service runs between two steps."""
 
     @property
     def tree(self) -> TreeConfig | None:
@@ -212,14 +190,19 @@ def plan_call(
     return Plan(*decided, (rules.rules,), is_exact)
 
 
-def plan_service(plan: Plan) -> Plan:
-    """Plan for requests that come without end, with any rules, from the plan of a greedy call."""
+def plan_service(plan: Plan, weight_bytes: int) -> Plan:
+    """Plan for requests that come without end, with any rules, from the plan of a greedy call.
+
+    ``weight_bytes``: of the target. Short prompts of a small one enter together: they take less time than a chunk of a
+    large one's.
+    """
     greedy = plan.rules.rules
     sampled = replace(greedy, sampled=True)
     by_share = replace(sampled, has_top_p=True, has_min_p=True)
     # Searching for top-k takes long for slots without one.
     stages = (greedy, sampled, by_share, replace(by_share, has_top_k=True, has_penalty=True))
-    return replace(plan, stages=stages, time_phases=False, is_service=True)
+    max_entering = min(8, max(1, 2**32 // weight_bytes))
+    return replace(plan, stages=stages, time_phases=False, is_service=True, max_entering=max_entering)
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""Load a target in FP8, or one with experts, a tensor at a time: no second copy of it is ever made.
+"""Load a target in FP8, or one with experts (MXFP4, too), a tensor at a time: no second copy of it is ever made.
 
 transformers builds the model without memory (on the meta device), of the families that the fused forward takes. Each
 tensor is read from its safetensors file straight to the device: the files of a model in a float type are quantised
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..errors import TargetError, UnsupportedModelError
-from .expert_loading import WHOLE, Fp8Experts, expert_parts
+from .expert_loading import WHOLE, Fp8Experts, Mxfp4Experts, expert_parts
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
 from .known import FAMILIES, family_of
+from .mxfp4 import LARGEST_SCALE, SCALED, Mxfp4Weight
 
 _PACKED: tuple[tuple[str, ...], ...] = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -37,7 +38,7 @@ _PACKED: tuple[tuple[str, ...], ...] = (
     ("mlp.down_proj",),
 )
 """Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
-MIXTURES = ("qwen3_moe",)
+MIXTURES = ("qwen3_moe", "gpt_oss")
 """Types of models that are loaded so whatever the type of their weights."""
 _MATRICES = (".weight", *WHOLE)
 """Ends of names of matrices, all others among those in FP8 being of scales."""
@@ -48,6 +49,7 @@ _TABLE = "rotary_emb.inv_freq"
 UNREAD = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale", _TABLE)
 """Ends of names of tensors that are not used: scales of activations and of the KV cache, and computed tables."""
 _Shapes = list[tuple[int, ...]]
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -71,21 +73,25 @@ def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Pat
 
 
 def load_by_tensor(
-    folder: Path, config: Any, form: Fp8Form | None, dtype: torch.dtype, device: torch.device
+    folder: Path, config: Any, form: Fp8Form | None, dtype: torch.dtype | None, device: torch.device
 ) -> nn.Module:
     """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8 if it has a ``form``.
 
-    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else. Raises `UnsupportedModelError` for
-    another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged files.
+    ``form``: of a published checkpoint, or `AT_LOAD`; ``dtype``: of all else, None: as the embedding is stored. Raises
+    `UnsupportedModelError` for another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged
+    files.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-    if family_of(model) is None:
+    known = [family for family in FAMILIES if family != "GptOss"] if form is not None else FAMILIES
+    if family_of(model) not in known:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(FAMILIES)} have. Take a "
-            "target of these, or one that is not in FP8 (without target_weights)."
+            f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(known)} have. Take a target "
+            "of these, or one that is not in FP8 (without target_weights)."
         )
     checkpoint = open_checkpoint(folder)
+    if dtype is None:
+        model.config.dtype = dtype = _TYPES.get(checkpoint.info(_EMBEDDING).dtype, torch.bfloat16)
     loader = _Loader(model, checkpoint, form, dtype, device)
     loader.load()
     # Computed where transformers computes it, so that positions have the same bits.
@@ -97,7 +103,9 @@ def load_by_tensor(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if form is not None and loader.linears:
         unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
-        model.fp8_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
+        model.packed_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
+    if loader.packed:
+        model.packed_note = f"experts in MXFP4 as published, all else in {str(dtype).removeprefix('torch.')}"
     loaded: nn.Module = model.eval()
     return loaded
 
@@ -115,6 +123,8 @@ class _Loader:
         """Layers in FP8, by the names of their weights and scales."""
         self._parts: dict[str, tuple[Any, str, slice]] = {}
         """Of experts in the model's type, by name: their module, its tensor, and their rows there."""
+        self.packed: dict[str, tuple[Mxfp4Weight, tuple[int, ...]]] = {}
+        """Of experts in MXFP4, by name: the weight, and the shape of what is stored."""
         self._rest = dict(model.named_parameters())
         for index, layer in enumerate(model.model.layers):
             prefix, has_experts = f"model.layers.{index}.", hasattr(layer.mlp, "experts")
@@ -125,7 +135,7 @@ class _Loader:
 
     def load(self) -> None:
         """Check all names, shapes and types, then read one tensor after another."""
-        expected = {*self._rest, *self.linears, *self._parts}
+        expected = {*self._rest, *self.linears, *self._parts, *self.packed}
         if missing := sorted(expected.difference(self.checkpoint.names)):
             raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
         for name in self.checkpoint.names:
@@ -160,6 +170,9 @@ class _Loader:
     def _replace_experts(self, mlp: Any, path: str) -> None:
         """Have the matrices of each expert, or of all, placed among those of all; ``path``: of the experts."""
         experts = mlp.experts
+        if hasattr(experts, "limit"):  # gpt-oss, whose experts are in one tensor
+            self._replace_gpt_oss(mlp, path)
+            return
         places = {f"{part}.weight": (name, rows) for part, name, rows in expert_parts(experts, path)}
         if any(f"{path}.{name}" in self.checkpoint.names for name in WHOLE):
             if twice := [name for name in places if name in self.checkpoint.names]:
@@ -180,6 +193,19 @@ class _Loader:
             linear = Fp8Linear(Fp8Weight(weight.words[rows], weight.scales[rows]))
             scale = [self._scale_of(stored.removesuffix(".weight"))] if self._is_published else []
             self.linears |= dict.fromkeys([stored, *scale], linear)
+
+    def _replace_gpt_oss(self, mlp: Any, path: str) -> None:
+        """Have experts placed as packed if they are stored so; else they are tensors like others."""
+        if not any(f"{path}.{name}_blocks" in self.checkpoint.names for name in WHOLE):
+            return
+        count = mlp.experts.num_experts
+        mlp.experts = replaced = Mxfp4Experts(mlp.experts, self.device)
+        for name, weight in zip(WHOLE, (replaced.gate_up, replaced.down), strict=True):
+            del self._rest[f"{path}.{name}"]
+            rows, columns = weight.shape
+            scales = count, rows // count, columns // SCALED
+            self.packed[f"{path}.{name}_blocks"] = weight, (*scales, SCALED // 2)
+            self.packed[f"{path}.{name}_scales"] = weight, scales
 
     def _replace(self, layer: Any, prefix: str, names: tuple[str, ...]) -> None:
         """Replace linear layers that become FP8; matrices multiplied together lie in one storage, row after row."""
@@ -237,9 +263,11 @@ class _Loader:
             shapes = allowed[self._strategy]
         elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)
+        elif name in self.packed:
+            dtypes = ("U8",)
         # All experts of a layer below one another, but for the axis between.
         found = info.shape if len(info.shape) < 3 else (info.shape[0] * info.shape[1], *info.shape[2:])
-        if info.dtype not in dtypes or found not in shapes:
+        if info.dtype not in dtypes or not {found, info.shape} & {*shapes}:
             words = " or ".join(str(list(shape)) for shape in shapes)
             raise self._wrong(name, f"is {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} {words}")
 
@@ -248,6 +276,8 @@ class _Loader:
             experts, attribute, rows = self._parts[name]
             whole = getattr(experts, attribute)
             return len(range(*rows.indices(whole.shape[0] * whole.shape[1]))), whole.shape[2]
+        if name in self.packed:
+            return self.packed[name][1]
         return tuple(self._rest[name].shape if name in self._rest else self.linears[name].weight.shape)
 
     def _place(self, name: str, tensor: Tensor) -> None:
@@ -264,6 +294,12 @@ class _Loader:
             path, _, attribute = name.rpartition(".")
             kept = nn.Parameter(self._finite(name, tensor.to(self.dtype)), requires_grad=False)
             self.model.get_submodule(path).register_parameter(attribute, kept)
+            return
+        if name in self.packed:
+            packed, is_scales = self.packed[name][0], name.endswith("_scales")
+            if is_scales and (tensor > LARGEST_SCALE).any():
+                raise self._wrong(name, f"holds a scale above 2^{LARGEST_SCALE - 127}")
+            (packed.put_scales if is_scales else packed.put_blocks)(tensor)
             return
         linear, tensor = self.linears[name], tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
         if not name.endswith(_MATRICES):

@@ -1,4 +1,4 @@
-"""A fused target: our own forward over a loaded Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, made for CUDA graphs.
+"""A fused target: our own forward over a loaded model of `known.FAMILIES`, made for CUDA graphs.
 
 The weights stay the model's: q, k, v and gate, up are packed side by side and the modules' parameters become views of
 the packed storage, so that nothing is held twice and the model's own ``generate`` works as before. A layer is six
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ..ops import REHEARSES, Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .expert_loading import Fp8Experts
+from .expert_loading import PackedExperts
 from .fp8 import Fp8Linear, Fp8Weight, Weight
 from .kernels.attention import AttentionParams, tree_attention
-from .kernels.experts import Experts, Routing, add_experts, gated_experts, route
+from .kernels.experts import Biases, Clamp, Experts, Routing, add_experts, gated_experts, route
 from .kernels.products import (
     HeadRows,
     Norm,
@@ -42,6 +42,7 @@ from .kernels.products import (
     tiled_size,
 )
 from .kernels.tree_rows import ForwardRows
+from .mxfp4 import ExpertWeight
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class FusedLayer:
     norm_post: Norm
     mlp: DenseMlp | Experts
     window: int | None
+    sinks: Tensor | None = None
 
 
 class FusedTarget(Target):
@@ -168,7 +170,7 @@ class FusedTarget(Target):
             layers = [*{_kind_of(layer): (index, layer) for index, layer in layers}.values()]
         for index, (layer, kv, norm, tap) in layers:
             ops(qkv_product)(normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *kv, scratch)
-            params = AttentionParams(self.scale, layer.window, lift=lift_of(layer.o, self.dtype))
+            params = AttentionParams(self.scale, layer.window, None, layer.sinks, lift_of(layer.o, self.dtype))
             ops(tree_attention)(bufs.query, *kv, rows.attention, params, bufs.attended, bufs.scratch)
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
@@ -228,20 +230,38 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
         mlp=mlp,
         # Mistral's layers ask the configuration.
         window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+        sinks=getattr(attention, "sinks", None),
     )
 
 
 def _fuse_mlp(mlp: Any) -> DenseMlp | Experts:
     if hasattr(mlp, "experts"):
-        router, experts = mlp.gate, mlp.experts
-        if isinstance(experts, Fp8Experts):
-            weights: tuple[Weight, Weight] = experts.gate_up, experts.down
+        experts, router = mlp.experts, mlp.router if hasattr(mlp, "router") else mlp.gate
+        packed: Any = experts if isinstance(experts, PackedExperts) else None
+        plain, biases, clamp = packed.plain if packed else experts, None, None
+        if hasattr(plain, "limit"):  # gpt-oss
+            biases = Biases(router.bias, experts.gate_up_proj_bias.flatten(), experts.down_proj_bias.flatten())
+            clamp = Clamp(float(plain.alpha), float(plain.limit))
+        weights: tuple[ExpertWeight, ExpertWeight]
+        if packed:
+            weights = packed.gate_up, packed.down
         else:
-            weights = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
-        return Experts(router.weight, *weights, int(router.top_k), bool(router.norm_topk_prob))
+            gate_up, down = experts.gate_up_proj, experts.down_proj
+            weights = (_turned(gate_up), _turned(down)) if clamp else (gate_up.flatten(0, 1), down.flatten(0, 1))
+        normalises = bool(getattr(router, "norm_topk_prob", False))
+        return Experts(router.weight, *weights, int(router.top_k), normalises, biases, clamp)
     both = [mlp.gate_proj, mlp.up_proj]
     bias = _pack(both, "bias") if mlp.gate_proj.bias is not None else None
     return DenseMlp(_pack_weights(both), bias, mlp.down_proj.weight, mlp.down_proj.bias)
+
+
+def _turned(experts: nn.Parameter) -> Tensor:
+    """Lay out matrices [experts, in, out] as [experts * out, in], of which the parameter becomes a view."""
+    turned = experts.data.transpose(1, 2)
+    if not turned.is_contiguous():
+        turned = turned.contiguous()
+        experts.data = turned.transpose(1, 2)
+    return turned.flatten(0, 1)
 
 
 def _pack_weights(modules: Sequence[nn.Module]) -> Weight:

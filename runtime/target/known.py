@@ -28,17 +28,17 @@ from eagle_slim.vocab_tools.compat import (
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError, check_choice
-from .expert_loading import Fp8Experts
+from .expert_loading import Fp8Experts, Mxfp4Experts
 from .fp8 import Fp8Linear
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss")
 LIBRARIES = ("torch", "transformers")
 FUSED_ON = ("cuda",)
 """Types of devices on which "auto" is the fused forward."""
 _ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
-_EXPERTS = ("top_k", "norm_topk_prob", "num_experts", "has_gate", "is_concatenated", "is_transposed")
+_EXPERTS = ("top_k", "norm_topk_prob", "num_experts", "has_gate", "is_concatenated", "is_transposed", "alpha", "limit")
 _OTHERS = ("layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
-_TENSORS = ("weight", "bias", "gate_up_proj", "down_proj")
+_TENSORS = ("weight", "bias", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", "sinks")
 _READ = (*_ATTENTION, *_EXPERTS, *_OTHERS, *_TENSORS)
 """Attributes of modules that a forward computes with."""
 
@@ -116,7 +116,7 @@ def _facts(model: Any) -> dict[str, Any]:
     """Return what decides a forward besides numbers, by the beginning of a sentence that says it."""
     facts: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        module = module.plain if type(module) is Fp8Experts else module
+        module = module.plain if type(module) in (Fp8Experts, Mxfp4Experts) else module
         where, kind = path or type(model).__name__, type(module)
         if kind is Fp8Linear and path.startswith("model.layers."):
             kind = nn.Linear

@@ -27,7 +27,7 @@ from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .expert_loading import Fp8Experts
+from .expert_loading import PackedExperts
 from .few_rows import few_rows
 from .fp8 import Fp8Linear
 from .fused import FusedTarget
@@ -180,14 +180,15 @@ class TargetModel(Target):
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
-        if any(isinstance(module, (Fp8Linear, Fp8Experts)) for module in self.model.modules()):
+        if any(isinstance(module, (Fp8Linear, PackedExperts)) for module in self.model.modules()):
             reason = "it was asked for" if self._asked == "transformers" else unfit_reason(self.model)
+            note = str(getattr(self.model, "packed_note", "weights in FP8"))
             if reason is not None:
                 raise UnsupportedModelError(
-                    f"The target's weights are in FP8, which transformers' own forward does not run: {reason}. Undo "
-                    "that, or load the target without target_weights = 'fp8'."
+                    f"The target has {note}, which transformers' own forward does not run: {reason}. Undo that, or "
+                    "load the target in another form (without target_weights = 'fp8')."
                 )
-            return Choice("fused", getattr(self.model, "fp8_note", "weights in FP8"))
+            return Choice("fused", note)
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
         could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and family_of(self.model)
         if could_be and backend.name != "fused" and backend.reason not in self._warned:

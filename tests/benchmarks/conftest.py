@@ -1,14 +1,12 @@
 """A tiny model that whole calls are made of, and a random one of dimensions named tiny."""
 
-from typing import Any
-
 import pytest
 
 # What imports Triton is imported in the fixtures: this file is read before the interpreter is chosen.
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model(tmp_path_factory):
     from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
     from support.tiny_models import write_pair
 
@@ -18,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def pool(model: Any) -> Any:
+def pool(model):
     import numpy as np
 
     from benchmarks.exact import Pool
@@ -28,7 +26,7 @@ def pool(model: Any) -> Any:
 
 
 @pytest.fixture
-def random_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+def random_model(monkeypatch):
     import torch
     from eagle_slim.runtime.drafter.tuning import problem
 

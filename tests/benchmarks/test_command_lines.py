@@ -4,9 +4,10 @@ import importlib
 
 import pytest
 import torch
+from support.raising import exit_code
 
 MISTAKES = {
-    "draft": (["--rows", "gpt"], ["--rows", "("]),
+    "draft": (["--rows", "gpt2"], ["--rows", "("]),
     "engines": (["--out", "/"],),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
@@ -26,16 +27,12 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, each) for name, lines in MISTAKES.items() for each in lines])
 def test_mistakes(name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"benchmarks.{name}").main(arguments)
-    assert stopped.value.code == 2
+    assert exit_code(importlib.import_module(f"benchmarks.{name}").main, arguments) == 2
     assert "needs an NVIDIA GPU" not in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["draft", "gates"])
 def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"benchmarks.{name}").main([])
-    assert stopped.value.code == 2
+    assert exit_code(importlib.import_module(f"benchmarks.{name}").main, []) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().err

@@ -1,11 +1,9 @@
-from typing import Any
-
 import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.drafter.tuning.agreement import Agreement
 from eagle_slim.runtime.drafter.tuning.timing import time_us
-from eagle_slim.runtime.drafter.weights import HeadWeights
+from support.raising import exit_code
 
 from benchmarks import draft
 
@@ -14,11 +12,11 @@ ROW = draft.Row("tiny", 60, 1, 1, 20)
 
 
 @pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> HeadWeights:
+def head(monkeypatch):
     for name, size in (("TOP_K", 4), ("TOTAL_TOKENS", 12), ("CAPACITY", 20)):
         monkeypatch.setattr(draft, name, size)
 
-    def once(variants: dict[str, Any], device: torch.device, *_: Any, **__: Any) -> dict[str, list[float]]:
+    def once(variants, device, *_, **__):
         return {name: [time_us(run, device)] for name, run in variants.items()}
 
     # Without the runs that warm up.
@@ -27,12 +25,12 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadWeights:
     return problem.random_head(TINY, torch.device("cpu"), torch.float16)
 
 
-def measure(head: HeadWeights, row: draft.Row = ROW) -> dict[str, Any]:
+def measure(head, row=ROW):
     return draft.measure(head, row, 1e9, 1, lambda run: run)
 
 
 @pytest.mark.slow
-def test_a_row(head: HeadWeights) -> None:
+def test_a_row(head):
     found = measure(head)
     assert found["faults"] == []
     assert set(found["times"]) == {"bf16", "A", "B"}
@@ -40,7 +38,7 @@ def test_a_row(head: HeadWeights) -> None:
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
 
 
-def test_a_row_with_a_window(head: HeadWeights) -> None:
+def test_a_row_with_a_window(head):
     row = draft.Row("tiny", 60, 1, 1, 700, window=7)
     found = measure(head, row)
     assert row.name == "tiny/v60/d1/b1/p700/w7"
@@ -49,7 +47,7 @@ def test_a_row_with_a_window(head: HeadWeights) -> None:
     assert found["draft_bytes"] < measure(head)["draft_bytes"]
 
 
-def test_a_wrong_draft_is_not_timed(head: HeadWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_draft_is_not_timed(head, monkeypatch):
     wrong = Agreement(1.0, 1.0, 0.0, 0.1, ("a log-probability is off by 1",))
     monkeypatch.setattr(draft, "draft_and_replay", lambda *_: wrong)
     found = measure(head)
@@ -57,10 +55,8 @@ def test_a_wrong_draft_is_not_timed(head: HeadWeights, monkeypatch: pytest.Monke
     assert "times" not in found
 
 
-def test_rows_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        draft.main(["--rows", "8b/v32000/d5/b1/", "--list"])
-    assert stopped.value.code == 0
+def test_rows_are_chosen_by_name(capsys):
+    assert exit_code(draft.main, ["--rows", "8b/v32000/d5/b1/", "--list"]) == 0
     prefixes = ("p512", "p8192", "p131072/w4096", "p4096", "p131072")
     names = [f"llama-3.1-8b/v32000/d5/b1/{prefix}" for prefix in prefixes]
     assert capsys.readouterr().out.split() == [*names, "qwen3-8b/v32000/d5/b1/p512"]

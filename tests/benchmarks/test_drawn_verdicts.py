@@ -4,28 +4,25 @@ import pytest
 import torch
 from eagle_slim.runtime import TreeConfig, UsageError
 from eagle_slim.runtime.drafter.tuning import problem
+from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.tree import Trees, layout_tree
 from support.raising import raises
 
-from benchmarks.shared import decoding
+from benchmarks.shared import decoding, drawn_verdicts
 from benchmarks.shared.drawn_verdicts import LEVELS, NUM_LENGTHS, NUM_RANKS, draw_lengths, draw_paths, draw_ranks
 
 TINY = problem.Dims(64, 96, 4, 2, 16, 90)
 
 
-@pytest.mark.parametrize("mean", [1.0, 1.004, 2.79, 3.0, 4.5, 7.0])
-def test_lengths_have_the_mean_asked_for(mean: float) -> None:
-    lengths = draw_lengths(mean, 7, seed=3)
-    assert len(lengths) == NUM_LENGTHS
-    assert set(lengths) <= set(range(1, 8))
-    assert sum(lengths) == round(mean * NUM_LENGTHS)
-    assert lengths == draw_lengths(mean, 7, seed=3)
-
-
-def test_lengths_follow_a_law_cut_off() -> None:
-    """Of three lengths with mean 2 each is as frequent."""
-    lengths = draw_lengths(2.0, 3)
-    assert [lengths.count(length) for length in (1, 2, 3)] == [80, 80, 80]
+def test_lengths_have_the_mean_asked_for_and_follow_a_law_cut_off() -> None:
+    for mean in (1.0, 1.004, 2.79, 3.0, 4.5, 7.0):
+        lengths = draw_lengths(mean, 7, seed=3)
+        assert len(lengths) == NUM_LENGTHS
+        assert set(lengths) <= set(range(1, 8))
+        assert sum(lengths) == round(mean * NUM_LENGTHS)
+        assert lengths == draw_lengths(mean, 7, seed=3)
+    # Of three lengths with mean 2 each is as frequent.
+    assert sorted(draw_lengths(2.0, 3)) == [1] * 80 + [2] * 80 + [3] * 80
     with raises(UsageError, option="7.1"):
         draw_lengths(7.1, 7)
 
@@ -103,3 +100,28 @@ def test_steps_accept_what_was_drawn(monkeypatch: pytest.MonkeyPatch, place: str
     assert run.tokens == sum(map(sum, taken))
     assert decoder.state.lengths.tolist() == [30 + sum(slot) for slot in taken]
     assert run.passes == 10
+
+
+def test_rows_of_partial_verification(random_model: decoding.RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every token confirmed, a step gives all that its partial passes accept, and one more."""
+    monkeypatch.setattr(decoding, "draw_lengths", lambda *a: [2] * 240)
+    tree = TreeConfig(3, 4, 8)
+    option = PartialVerification(num_blocks=2, num_steps=3, num_tokens=9)
+    rows = list(decoding.measure_partial(random_model, 60, tree, 2, 400, [option], 2.0, [1.0, 0.5], steps=6, rounds=1))
+    assert [row["survival"] for row in rows] == [1.0, 0.5]
+    assert [row["full"]["accepted_length"] for row in rows] == [2.0, 2.0]
+    assert rows[0]["ahead"]["accepted_length"] == 3 * 2 + 1
+    assert 1 <= rows[1]["ahead"]["accepted_length"] < 3 * 2 + 1
+    for row in rows:
+        assert row["plain"]["accepted_length"] == 1.0
+        assert row["ratio"] == row["ahead"]["tokens_per_s"] / row["full"]["tokens_per_s"]
+        assert row["over_plain"] == row["ahead"]["tokens_per_s"] / row["plain"]["tokens_per_s"]
+        assert row["full_over_plain"] == row["full"]["tokens_per_s"] / row["plain"]["tokens_per_s"]
+
+
+def test_survivals() -> None:
+    drawn = drawn_verdicts.survivals(0.9, 31, 28)
+    assert max(drawn) <= 31
+    # The mean of a geometric law that is cut off.
+    assert sum(drawn) / 28 == pytest.approx(sum(0.9**k for k in range(1, 32)), rel=0.02)
+    assert set(drawn_verdicts.survivals(1.0, 31, 28)) == {31}

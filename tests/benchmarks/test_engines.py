@@ -1,10 +1,9 @@
 import json
-from pathlib import Path
 
 import pytest
+from support.raising import exit_code
 
 from benchmarks import engines
-from benchmarks.shared.decoding import RandomModel
 
 LINES = [
     {
@@ -19,7 +18,7 @@ LINES = [
 
 
 @pytest.mark.slow
-def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours(random_model, monkeypatch):
     cases = [("plain", 1), ("chain of 3", 1), ("plain", 2), ("tree of 16", 2)]
     monkeypatch.setitem(engines.MEASURED, "bf16", cases)
     rows = list(engines.measure(random_model, "bf16", 60, 20, 8))
@@ -29,7 +28,7 @@ def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(1.5 < row["accepted_length"] < 3.5 for row in rows if row["case"] != "plain")
 
 
-def test_lines_beside_ours(tmp_path: Path) -> None:
+def test_lines_beside_ours(tmp_path):
     same = {"case": "plain", "sequences": 4}
     ours = {**same, "engine": "eagle-slim", "weights": "bf16", "ms": 5.6, "accepted_length": 1.0}
     result, fp8, lines = (tmp_path / name for name in ("result.json", "fp8.json", "lines.jsonl"))
@@ -43,12 +42,6 @@ def test_lines_beside_ours(tmp_path: Path) -> None:
     assert done["rows"] == [ours, ours | {"weights": "fp8"}, theirs]
     assert done["failed"] == {"sglang plain": "out of time"}
     assert "<svg" in (tmp_path / "chart.svg").read_text()
-
-
-def test_another_card_is_refused(tmp_path: Path) -> None:
-    result, lines = tmp_path / "result.json", tmp_path / "lines.jsonl"
+    # Another card is refused.
     result.write_text(json.dumps({"machine": {"device": "another card"}, "rows": []}))
-    lines.write_text(json.dumps(LINES[0]))
-    with pytest.raises(SystemExit) as stopped:
-        engines.main(["--add", str(result), "--lines", str(lines)])
-    assert stopped.value.code == 2
+    assert exit_code(engines.main, ["--add", str(result), "--lines", str(lines)]) == 2

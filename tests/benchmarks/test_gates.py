@@ -19,14 +19,9 @@ Values = dict[str, Any]
 SHAPE = {"draft_vocab": 60, "depth": 2, "nodes": 16}
 FULL: Values = {"name": "toy", **SHAPE, "top_k": 4, "sequences": 2, "prefix": 40, "threshold": 1.2}
 FULL |= {"accepted_length": 2.0, "partial_blocks": 0, "survival": 1.0}
-MICRO: Values = {
-    "model": "tiny",
-    **SHAPE,
-    "prefix": 20,
-    "accepted_length": 2,
-    "tolerances": {"draft": 0.1, "verify": 0.1},
-    "references": {"toy GPU": {"ratios": {"draft": 2.0, "verify": 1.5}}},
-}
+MICRO: Values = {"model": "tiny", **SHAPE, "prefix": 20, "accepted_length": 2}
+MICRO |= {"tolerances": {"draft": 0.1, "verify": 0.1}}
+MICRO |= {"references": {"toy GPU": {"ratios": {"draft": 2.0, "verify": 1.5}}}}
 GATES: Values = {"green_rounds": 3, "most_rounds": 6, "micro": MICRO, "full": [FULL, FULL | {"name": "second"}]}
 GREEN, RED = {"draft": 2.19, "verify": 1.5}, {"draft": 2.21, "verify": 1.5}
 
@@ -45,26 +40,22 @@ def test_full_gates_wait_for_three_green_rounds_in_a_row(capsys: pytest.CaptureF
     assert [gate["name"] for gate in report["full"]] == [*["toy"] * 3, *["second"] * 3]
     assert capsys.readouterr().out.count("RED") == 1
     json.dumps(report)
-
-
-def test_full_gates_do_not_run_otherwise() -> None:
+    # Otherwise they do not run.
     report = judge(GATES, "toy GPU", iter([GREEN, GREEN, RED] * 2), lambda *_: pytest.fail("a full gate ran"))
     assert len(report["micro_rounds"]) == 6
     assert (report["is_micro_green"], report["is_green"], report["full"]) == (False, False, [])
 
 
-@pytest.mark.parametrize(
-    ("ratio", "is_met", "green"),
-    [
+def test_full_verdicts():
+    for ratio, is_met, green in (
         (1.2, True, True),
         (1.1999, True, False),
         (9.0, False, False),  # the stated length was not accepted
         (float("nan"), True, False),
-    ],
-)
-def test_full_verdicts(ratio: float, is_met: bool, green: bool) -> None:
-    report = judge(GATES, "toy GPU", iter([GREEN] * 3), lambda *_: summaries(1.3, ratio, 1.3, is_met=is_met))
-    assert report["is_green"] == report["full"][1]["is_green"] == green
+    ):
+        measured = summaries(1.3, ratio, 1.3, is_met=is_met)
+        report = judge(GATES, "toy GPU", iter([GREEN] * 3), lambda *_, found=measured: found)
+        assert report["is_green"] == report["full"][1]["is_green"] == green
 
 
 def test_references_are_by_device() -> None:
@@ -96,12 +87,9 @@ def test_the_file_of_thresholds() -> None:
     assert micro["model"] in decoding.LAYERS
 
 
-@pytest.mark.parametrize(
-    ("place", "not_run"),
-    [(0, ()), (1, ("one sequence after 32,768 tokens, a chain of three, three tokens a pass",))],
-    ids=["H200", "H100"],
-)
-def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int, not_run: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("place", [0, 1], ids=["H200", "H100"])
+def test_what_was_measured_agrees_with_the_file_of_thresholds(place):
+    not_run = ["one sequence after 32,768 tokens, a chain of three, three tokens a pass"][:place]
     (path,) = (THRESHOLDS.parent / "results").glob("*-gates.json")
     shipped, found = json.loads(THRESHOLDS.read_text()), json.loads(path.read_text())["runs"][place]
     assert found["is_green"]

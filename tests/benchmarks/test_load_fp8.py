@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning.problem import Dims
@@ -11,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_a_checkpoint_of_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: bool) -> None:
+def test_a_checkpoint_of_holes(tmp_path, monkeypatch, published):
     monkeypatch.setattr(target_files, "lacks_fp8", lambda device: None)
     monkeypatch.setattr(load_fp8, "SHARD_BYTES", 40_000)
     config = load_fp8.config_of(Dims(64, 96, 4, 2, 16, 48), 3)
@@ -25,5 +23,5 @@ def test_a_checkpoint_of_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
 
 
-def test_what_is_quantised_is_compared(tmp_path: Path) -> None:
+def test_what_is_quantised_is_compared(tmp_path):
     load_fp8.check(CPU, tmp_path)

@@ -1,24 +1,20 @@
 """Free forwards compute what ours do, and the fastest parts that agree are chosen."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from benchmarks.price import Pricer, attentions, lay_out, measure
-from benchmarks.shared.decoding import RandomModel
 
 
 @pytest.fixture
-def pricer(random_model: RandomModel) -> Pricer:
+def pricer(random_model):
     torch.manual_seed(0)
     return Pricer(random_model.target.model, random_model.new_cache(2, 60), lambda run: run)
 
 
-@pytest.mark.parametrize(
-    ("places", "nodes", "prefix", "is_prompt"), [(1, 1, 0, False), (2, 7, 33, False), (1, 8, 16, True)]
-)
-def test_parts_compute_what_ours_do(pricer: Pricer, places: int, nodes: int, prefix: int, is_prompt: bool) -> None:
+@pytest.mark.parametrize(("places", "nodes", "prefix"), [(1, 1, 0), (2, 7, 33), (1, 8, 16)])
+def test_parts_compute_what_ours_do(pricer, places, nodes, prefix):
+    is_prompt = nodes == 8
     with torch.inference_mode():
         rows = lay_out(places, nodes, prefix, is_prompt or nodes == 1, pricer.device)
         run, expected = pricer.forward(rows, is_prompt, {})
@@ -31,13 +27,13 @@ def test_parts_compute_what_ours_do(pricer: Pricer, places: int, nodes: int, pre
             torch.testing.assert_close(logits, expected, msg=lambda text, at=(part, name): f"{at}: {text}")
 
 
-def test_what_is_faster_and_right_is_chosen(pricer: Pricer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_faster_and_right_is_chosen(pricer, monkeypatch):
     """The clock says that each forward is faster than the one before; the second product gives other logits."""
 
-    def wrong(rows: Any, norm: Any, weight: Any, bias: Any, out: torch.Tensor, *others: Any) -> None:
+    def wrong(rows, norm, weight, bias, out, *others):
         out.fill_(7)
 
-    def broken(*given: Any) -> None:
+    def broken(*given):
         raise RuntimeError("no such kernel\nand more")
 
     clock = iter(range(1000, 0, -1))
@@ -49,10 +45,10 @@ def test_what_is_faster_and_right_is_chosen(pricer: Pricer, monkeypatch: pytest.
     assert list(pricer.failed.values()) == ["other logits", "no such kernel"]
 
 
-def test_rows(pricer: Pricer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows(pricer, monkeypatch):
     asked = []
 
-    def price(places: int, nodes: int, prefix: int, is_prompt: bool = False) -> dict[str, Any]:
+    def price(places, nodes, prefix, is_prompt=False):
         asked.append((places, nodes, prefix, is_prompt))
         return {"exact_ms": 3.0 + prefix, "free_ms": 2.0, "percent": 50.0, "free": {}}
 

@@ -1,9 +1,6 @@
 """Committed results: each is cited or read, and says what it was measured on and at which commit of the history."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.programs import ROOT, unknown_commits
@@ -11,7 +8,7 @@ from support.programs import ROOT, unknown_commits
 RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
 
 
-def machines(value: Any) -> Iterator[dict[str, Any]]:
+def machines(value):
     if isinstance(value, dict):
         yield from [value["machine"]] if "machine" in value else []
         value = list(value.values())
@@ -20,7 +17,7 @@ def machines(value: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
-def test_results(path: Path) -> None:
+def test_results(path):
     readers = ("*.md", "docs/*.md", "benchmarks/**/*.py", "tests/kernels/*.py")
     assert any(path.name in page.read_text("utf-8") for pattern in readers for page in ROOT.glob(pattern))
     result = json.loads(path.read_text("utf-8"))
@@ -32,5 +29,5 @@ def test_results(path: Path) -> None:
     assert unknown_commits({str(each["commit"]) for each in found}) == []
 
 
-def test_the_newest_of_each_question_is_kept() -> None:
+def test_the_newest_of_each_question_is_kept():
     assert len(RESULTS) <= 16

@@ -3,21 +3,20 @@
 import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime.settings import TreeConfig
 from support import upstream_stand_in
+from support.raising import exit_code
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM, build, prompt
 
 from benchmarks import safeailab
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> Any:
+def arguments(tmp_path):
     """Reads a command line with a folder that looks like a clone."""
     clone = tmp_path / "EAGLE" / "eagle" / "model" / "ea_model.py"
     clone.parent.mkdir(parents=True)
@@ -62,7 +61,7 @@ def test_variants(arguments, tmp_path, monkeypatch, capsys):
     assert safeailab.generate(model, prompts[:1], arguments("--max-length", "9"))["num_passes"] == 1
 
 
-def test_parts_of_the_kernels_draft_by_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_kernels_draft_by_its_stamps(monkeypatch):
     # Barriers of a draft of one level, a millisecond apart: inputs, fc twice, QKV, attention twice, output, MLP twice
     # (down), LM head; the first stamp is of the end.
     stamps = torch.tensor([20, *range(3, 13), 0]) * 1_000_000
@@ -76,13 +75,13 @@ def test_parts_of_the_kernels_draft_by_its_stamps(monkeypatch: pytest.MonkeyPatc
     assert safeailab.stamped_parts(layer) == parts
 
 
-def test_the_first_difference() -> None:
+def test_the_first_difference():
     texts = [[1, 2, 3], [4, 5]]
     assert safeailab.compare_texts(texts, [[1, 2, 3, 9], [4]]) == {"equal_tokens": 4, "is_equal": True}
     assert safeailab.compare_texts(texts, [[1, 2, 7], [4, 5]]) == {"equal_tokens": 4, "is_equal": False}
 
 
-def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_and_what_is_refused(arguments, tmp_path, capsys):
     own = ("--base-model", "here", "--ea-model", "there")
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     records = [{"question_id": 1, "turns": ["three", "later"]}, {"prompt": "four"}]
@@ -102,14 +101,12 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
         (("--device", "cuda:99"), "device = 'cuda:99'"),
         (("--depths", "0"), "depth"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            arguments(*line)
-        assert stopped.value.code == 2
+        assert exit_code(arguments, *line) == 2
         assert words in capsys.readouterr().err
 
 
 @NEEDS_UPSTREAM
-def test_drafts_of_the_tiny_model_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_of_the_tiny_model_are_accepted(capsys):
     line = "--device cpu --dims tiny --dtype float32 --runs 0 --compare drafter"
     safeailab.main(["--upstream", str(UPSTREAM), *line.split()])
     lengths = [float(text) for text in re.findall(r"'accepted_length': ([\d.]+)", capsys.readouterr().out)]
@@ -118,7 +115,7 @@ def test_drafts_of_the_tiny_model_are_accepted(capsys: pytest.CaptureFixture[str
 
 
 @NEEDS_UPSTREAM
-def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
     build("llama eagle3", tmp_path)
     # What the command adds to it goes with the test.
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -35,6 +35,7 @@ def server(model: SpeculativeModel) -> Iterator[serve.Server]:
 def test_rows(model: SpeculativeModel, server: serve.Server) -> None:
     found = serve.run_row(model, server, clients=2)
     assert found["different"] == 0
-    assert found["streamed_ratio"] == found["streamed_tokens_s"] / found["generate_tokens_s"]
+    assert found["spread"]["streamed_ratio"] == [found["streamed_ratio"]] * 2
+    assert found["spread"]["whole"] == [found["whole_tokens_s"]] * 2
     assert serve.run_idle(model, server)["first_token_ms"] > 0
     assert serve.run_long(model, server, "smollm2", slots=3)["long_s"] > 0

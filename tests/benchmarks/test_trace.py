@@ -1,26 +1,22 @@
 """What a trace tells of steps: times by part, and waits, copies and allocations that should not be."""
 
 import re
-from pathlib import Path
-from typing import Any
 
-import pytest
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.kernels import acceptance
 from eagle_slim.runtime.target.kernels import products
 
 from benchmarks import trace
-from benchmarks.shared.decoding import RandomModel
 from benchmarks.shared.timing import barriers_of
 
 ALONE = dict.fromkeys(("fc", "qkv", "o", "down"), 1)
 
 
-def event(cat: str, name: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
+def event(cat, name, ts, dur=1.0):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 
 
-def steps(count: int = 4) -> list[dict[str, Any]]:
+def steps(count=4):
     """A clean trace: every 100 us a step, its kernels, the copy of its record, and a wait for one."""
     found = []
     kernels = [("draft_kernel", 10, 20), ("_tree_rows_kernel", 30, 2), ("qkv_product_kernel", 35, 10)]
@@ -34,20 +30,17 @@ def steps(count: int = 4) -> list[dict[str, Any]]:
     return found
 
 
-def test_times_of_a_step() -> None:
+def test_times_of_a_step():
     times = trace.times_of(trace.last_step(steps()))
     # Attention begins 2 us before qkv ends, and counts from there; nothing runs from 32 to 35, 48 to 50, and 51 on.
     assert times == {"draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5}
 
 
-def test_barriers_of_a_draft() -> None:
-    """With projections in groups 11 a level, alone 8 (docs/kernels.md)."""
+def test_parts_of_a_draft():
+    """A draft of 30 us: its first barrier is passed after 11, 17 more follow after one each, and the tree takes 2."""
+    # With projections in groups 11 barriers a level, alone 8 (docs/kernels.md).
     assert len(barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
     assert len(barriers_of(ALONE, 5)) == 50
-
-
-def test_parts_of_a_draft() -> None:
-    """A draft of 30 us: its first barrier is passed after 11, 17 more follow after one each, and the tree takes 2."""
     stamps = [20_000, *range(1_000, 19_000, 1_000), 0, 0]
     spans = trace.draft_spans(ALONE, 1, stamps, event("kernel", "draft_kernel", 100, 30))
     parts = {"inputs": 11, "fc": 2, "QKV": 2, "attention": 4, "output": 2, "MLP": 4, "LM head, top-k": 2}
@@ -56,7 +49,7 @@ def test_parts_of_a_draft() -> None:
     assert (spans[0]["ts"], spans[-1]["ts"]) == (100, 128)
 
 
-def test_counters_are_summed_over_the_kernels_of_draft_and_pass() -> None:
+def test_counters_are_summed_over_the_kernels_of_draft_and_pass():
     header = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
     kernels = [("draft_kernel", "3,000,000", "2,000"), ("_tree_rows_kernel", "10", "500"), ("main_kernel", "90", "500")]
     lines = ["==PROF== Connected", header]
@@ -69,40 +62,32 @@ def test_counters_are_summed_over_the_kernels_of_draft_and_pass() -> None:
     }
 
 
-def test_a_clean_trace_has_no_faults() -> None:
+def test_what_should_not_be_is_named():
     assert trace.faults_of(steps(), 0) == []
     assert "expected 3" in trace.faults_of(steps(2), 0)[0]
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
+    for more, words in (
         (event("cuda_runtime", "cudaStreamSynchronize", 250), "the host calls cudaStreamSynchronize 1 times"),
         (event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 250), "1 copies are no records: Memcpy HtoD"),
         (event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 250), "1 copies are no records: Memcpy DtoD"),
-    ],
-)
-def test_what_should_not_be_is_named(more: dict[str, Any], words: str) -> None:
-    (fault,) = trace.faults_of([*steps(), more], 0)
-    assert words in fault
-    # Before the second step and after the last it may be.
-    assert trace.faults_of([*steps(), {**more, "ts": 50}, {**more, "ts": 350}], 0) == []
-
-
-def test_allocations_and_too_many_waits() -> None:
+    ):
+        (fault,) = trace.faults_of([*steps(), more], 0)
+        assert words in fault
+        # Before the second step and after the last it may be.
+        assert trace.faults_of([*steps(), {**more, "ts": 50}, {**more, "ts": 350}], 0) == []
+    # Allocations, and too many waits.
     waits = [event("cuda_runtime", "cudaEventSynchronize", 250 + i) for i in range(4)]
     told = ["the host waits 6 times for 4 records", "the allocator hands out 3 blocks"]
     assert trace.faults_of([*steps(), *waits], 3) == told
 
 
-def test_every_kernel_of_a_step_has_a_part() -> None:
+def test_every_kernel_of_a_step_has_a_part():
     kernels = [name for module in (products.kernels, acceptance) for name in vars(module) if name.endswith("_kernel")]
     assert len(kernels) > 8
     assert [name for name in kernels if trace.part_of(name) == "other"] == []
     assert trace.part_of("some_draft_kernel") == "other"
 
 
-def test_steps_are_traced_by_name(random_model: RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_traced_by_name(random_model, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_SLIM_RANGES", "1")
     decoder = random_model.decoder(random_model.new_cache(2, 200), TreeConfig(1, 4, 8), 60)
     events, allocated = trace.traced(decoder, 2, 20, 4, tmp_path / "trace.json")

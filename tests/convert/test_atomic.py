@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from concurrent import futures
-from pathlib import Path
 
 import pytest
 from eagle_slim.convert import OutputError, OutputExistsError, atomic
@@ -16,18 +15,19 @@ from eagle_slim.convert.atomic import atomic_directory, check_output
 from support.raising import raises_with
 
 
-def tree(folder: Path) -> dict[str, str]:
+def tree(folder):
     return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def write(out: Path, text: str, **options: object) -> None:
-    with atomic_directory(out, **options) as folder:  # type: ignore[arg-type]
+def write(out, text, during=lambda: None, **options):
+    with atomic_directory(out, **options) as folder:
         (folder / "a").write_text(text)
+        during()
         (folder / "sub").mkdir()
         (folder / "sub" / "b").write_text(text)
 
 
-def test_new_folder_with_parents(tmp_path: Path) -> None:
+def test_new_folder_with_parents(tmp_path):
     out = tmp_path / "x" / "y" / "out"
     with atomic_directory(out) as folder:
         assert folder.parent == out.parent
@@ -38,7 +38,7 @@ def test_new_folder_with_parents(tmp_path: Path) -> None:
     assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
+def test_existing_folder_is_refused_before_anything(tmp_path):
     (tmp_path / "out").mkdir()
     write(tmp_path / "out", "into an empty folder")
     with pytest.raises(OutputExistsError, match="exists already") as caught, atomic_directory(tmp_path / "out"):
@@ -47,7 +47,7 @@ def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_force_replaces_only_what_is_marked(tmp_path: Path) -> None:
+def test_force_replaces_only_what_is_marked(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     check_output(out, force=True, marker="manifest.json")
@@ -65,7 +65,7 @@ def test_force_replaces_only_what_is_marked(tmp_path: Path) -> None:
         write(tmp_path / "file", "new", force=True)
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_a_link_is_followed(tmp_path):
     write(tmp_path / "real", "old")
     (tmp_path / "link").symlink_to("real")
     write(tmp_path / "link", "new", force=True)
@@ -74,26 +74,24 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_errors_and_interrupts_leave_the_old(tmp_path: Path, error: type[BaseException]) -> None:
-    def broken_off() -> None:
-        with atomic_directory(tmp_path / "out", force=True) as folder:
-            (folder / "a").write_text("half")
-            raise error
+def test_errors_and_interrupts_leave_the_old(tmp_path, error):
+    def break_off():
+        raise error
 
     write(tmp_path / "out", "old")
     with pytest.raises(error):
-        broken_off()
+        write(tmp_path / "out", "half", break_off, force=True)
     assert tree(tmp_path) == {"out/a": "old", "out/sub/b": "old"}
     assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize(("call", "number"), [("fsync", 1), ("fsync", 4), ("rename", 1), ("rename", 2)])
-def test_a_disk_that_fails_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, call, number):
     out = tmp_path / "out"
     write(out, "old")
     real, calls = getattr(os, call), itertools.count(1)
 
-    def fail(*args: object) -> None:
+    def fail(*args):
         if next(calls) == number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
         real(*args)
@@ -104,13 +102,13 @@ def test_a_disk_that_fails_at_any_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert tree(tmp_path) == {"out/a": "old", "out/sub/b": "old"}
 
 
-def test_errors_of_the_disk_while_writing_are_ours(tmp_path: Path) -> None:
+def test_errors_of_the_disk_while_writing_are_ours(tmp_path):
     with pytest.raises(OutputError, match=os.strerror(errno.EFBIG)), atomic_directory(tmp_path / "out"):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     assert os.listdir(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     with raises_with(OutputError, f"{tmp_path / 'file'} is not a folder"):
         check_output(tmp_path / "file" / "not" / "yet")
@@ -152,7 +150,7 @@ POINTS |= {"before rename 2": None, "before removing the old": "new"}
 
 
 @pytest.mark.parametrize(("point", "expected"), POINTS.items())
-def test_killed_at_any_step(tmp_path: Path, point: str, expected: str | None) -> None:
+def test_killed_at_any_step(tmp_path, point, expected):
     out = tmp_path / "out"
     write(out, "old")
     run = subprocess.run([sys.executable, "-c", KILL, point, str(out)], capture_output=True, text=True)
@@ -167,7 +165,7 @@ def test_killed_at_any_step(tmp_path: Path, point: str, expected: str | None) ->
     assert tree(out) == {"a": "later", "sub/b": "later"}
 
 
-def test_two_writers_at_once(tmp_path: Path) -> None:
+def test_two_writers_at_once(tmp_path):
     out = tmp_path / "out"
     with atomic_directory(out) as first:
         (first / "a").write_text("first")
@@ -177,10 +175,10 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_writer_that_waits_for_another(tmp_path: Path, fails: bool) -> None:
+def test_a_writer_that_waits_for_another(tmp_path, fails):
     out = tmp_path / "out"
 
-    def second() -> None:
+    def second():
         with atomic_directory(out, wait=True) as folder:
             (folder / "a").write_text("second")
 
@@ -195,15 +193,13 @@ def test_a_writer_that_waits_for_another(tmp_path: Path, fails: bool) -> None:
     assert tree(tmp_path) == {"out/a": "second" if fails else "first"}
 
 
-def test_what_comes_to_the_name_meanwhile_stays(tmp_path: Path) -> None:
+def test_what_comes_to_the_name_meanwhile_stays(tmp_path):
     out = tmp_path / "out"
 
-    def overtaken() -> None:
-        with atomic_directory(out) as folder:
-            (folder / "a").write_text("ours")
-            out.mkdir()
-            (out / "theirs").write_text("theirs")
+    def overtake():
+        out.mkdir()
+        (out / "theirs").write_text("theirs")
 
     with pytest.raises(OutputExistsError):
-        overtaken()
+        write(out, "ours", overtake)
     assert tree(tmp_path) == {"out/theirs": "theirs"}

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -114,9 +115,7 @@ def expected_ids(draft_vocab: int, trained: int | None = None) -> list[int]:
 
 def break_map(artifact: Path, out: Path, how: str) -> Path:
     """Copy an artifact and damage its map: "missing", "absolute" or "order" (rows not in the order of their ids)."""
-    out.mkdir(parents=True)
-    for file in artifact.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(artifact, out)
     tensors = load_file(artifact / "model.safetensors")
     if how == "missing":
         del tensors["d2t"], tensors["t2d"]

@@ -4,7 +4,6 @@
 """
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from engines.artifacts import OracleFiles
@@ -22,8 +21,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def oracle_files(tmp_path_factory: pytest.TempPathFactory) -> OracleFiles:
-    folder: Path = tmp_path_factory.mktemp("oracle")
-    return OracleFiles(folder)
+    return OracleFiles(tmp_path_factory.mktemp("oracle"))
 
 
 def pytest_sessionfinish() -> None:

@@ -39,8 +39,7 @@ DISAGREEMENT = 4.0
 def _shuffle() -> torch.Tensor:
     """``R`` as an index [hidden]: ``code(next(x)) = code(x)[R]``; coordinate cycles of 16, the first 16 fixed."""
     index = torch.arange(HIDDEN)
-    blocks = index[CYCLE:].view(-1, CYCLE)
-    index[CYCLE:] = blocks.roll(1, dims=1).flatten()
+    index[CYCLE:] = index[CYCLE:].view(-1, CYCLE).roll(1, dims=1).flatten()
     return index
 
 
@@ -91,12 +90,10 @@ def prompt(cycle: int, start: int = 0, length: int = 6) -> list[int]:
 
 def continuation(prompt_ids: Sequence[int], tokens: int) -> list[int]:
     """What the target generates greedily after ``prompt_ids``."""
-    follow, out = next_tokens(), []
-    last = prompt_ids[-1]
+    follow, ids = next_tokens(), [prompt_ids[-1]]
     for _ in range(tokens):
-        last = int(follow[last])
-        out.append(last)
-    return out
+        ids.append(int(follow[ids[-1]]))
+    return ids[1:]
 
 
 def _rms_after(layer: int) -> float:
@@ -111,19 +108,15 @@ def build_target(folder: Path) -> Path:
     final_norm = torch.full((HIDDEN,), _rms_after(LAYERS))
     final_norm[MARKER] /= 1 + LAYERS
     tensors["model.norm.weight"] = final_norm
-    head_dim = HIDDEN // HEADS
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
         for matrix in ("q_proj", "k_proj"):
             rows = HIDDEN if matrix == "q_proj" else HIDDEN // 2
             tensors[f"{name}self_attn.{matrix}.weight"] = 0.02 * torch.randn(rows, HIDDEN, generator=noise)
         # Whatever attention looks at, the value is the constant coordinate: every position gains the same marker.
-        value = torch.zeros(head_dim * HEADS // 2, HIDDEN)
-        value[0, CONST] = 1
-        output = torch.zeros(HIDDEN, HIDDEN)
-        output[MARKER, 0] = 1
-        tensors[f"{name}self_attn.v_proj.weight"] = value
-        tensors[f"{name}self_attn.o_proj.weight"] = output
+        value, output = torch.zeros(HIDDEN // 2, HIDDEN), torch.zeros(HIDDEN, HIDDEN)
+        value[0, CONST] = output[MARKER, 0] = 1
+        tensors |= {f"{name}self_attn.v_proj.weight": value, f"{name}self_attn.o_proj.weight": output}
         for matrix in ("gate_proj", "up_proj"):
             tensors[f"{name}mlp.{matrix}.weight"] = 0.02 * torch.randn(HIDDEN, HIDDEN, generator=noise)
         tensors[f"{name}mlp.down_proj.weight"] = torch.zeros(HIDDEN, HIDDEN)
@@ -149,8 +142,7 @@ def eagle3_tensors(taps: Sequence[int] = DEFAULT_TAPS, sign: float = -1.0) -> di
     shuffle = _shuffle()
     identity = torch.eye(HIDDEN)
     rotation = identity[shuffle]
-    generator = torch.Generator().manual_seed(14)
-    noise = torch.randint(0, 2, (HIDDEN,), generator=generator).float() * 2 - 1
+    noise = torch.randint(0, 2, (HIDDEN,), generator=torch.Generator().manual_seed(14)).float() * 2 - 1
 
     feature = identity.clone()
     feature[MARKER] = 0
@@ -327,11 +319,13 @@ def _common_config(dtype: torch.dtype) -> dict[str, object]:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<s>", "</s>", *(f"w{i}" for i in range(2, VOCAB))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Each word with its space, so that parts of a text are what they are in the whole.
+    tokenizer.decoder = decoders.Replace("w", " w")
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}

@@ -7,22 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from eagle_slim.convert import engines as rules
 from eagle_slim.convert import names, verify_artifact
-from eagle_slim.convert.engines import (
-    ENGINES,
-    HeadFacts,
-    conversion_findings,
-    flavoured_architecture,
-    head_findings,
-    require_engines,
-    version_findings,
-)
+from eagle_slim.convert.engines import ENGINES, HeadFacts, flavoured_architecture, head_findings
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 from support.raising import raises
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "heads.md"
-
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
 EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)
@@ -110,11 +102,6 @@ def head_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
-    """(severity, message) of what the engine makes of the head itself, versions apart."""
-    return [(f.severity, str(f)) for f in head_findings(facts, engine)]
-
-
 def test_what_the_table_does_not_tell() -> None:
     for changes, engine, taken in (
         ({"architectures": ["LlamaForCausalLM"]}, "sglang", False),
@@ -123,7 +110,7 @@ def test_what_the_table_does_not_tell() -> None:
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "sglang", True),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, "sglang", False),
     ):
-        assert (problems(with_config(EAGLE3, **changes), engine) == []) == taken
+        assert (severity(with_config(EAGLE3, **changes), engine) is None) == taken
 
 
 def test_engines_that_a_conversion_speaks_of() -> None:
@@ -134,7 +121,7 @@ def test_engines_that_a_conversion_speaks_of() -> None:
         (HEADS["a sliding window in its own layer"], {*ENGINES} - {"vllm"}),
         (EAGLE1, {*ENGINES}),
     ):
-        assert {finding.engine for finding in conversion_findings(facts)} == engines
+        assert {finding.engine for finding in rules.conversion_findings(facts)} == engines
 
 
 def test_the_table_of_the_docs_is_made_from_the_rules() -> None:
@@ -151,23 +138,22 @@ def test_a_finding_names_the_alternative() -> None:
         ("EAGLE-1/2 with a token map", "vllm", "--speculative-token-map"),
         ("… in an EAGLE-1/2 head", "vllm", "generate with eagle-generate"),
     ):
-        assert any(words in text for _, text in problems(HEADS[kind], engine))
+        assert any(words in str(finding) for finding in head_findings(HEADS[kind], engine))
 
 
 @pytest.mark.parametrize(
     ("version", "severities"), [("0.25.1", []), ("0.32.0+cpu", []), ("0.33.1", ["warning"]), ("0.25", ["warning"])]
 )
 def test_a_version_outside_the_proven_range_is_a_warning(version: str, severities: list[str]) -> None:
-    assert [finding.severity for finding in version_findings("vllm", version)] == severities
+    assert [finding.severity for finding in rules.version_findings("vllm", version)] == severities
 
 
 def test_unknown_engines_and_versions_are_usage_errors() -> None:
     with raises(UsageError, option="--engine"):
-        require_engines(["ollama"])
-    with raises(UsageError, option="--engine-version"):
-        require_engines(["vllm"], "latest")
-    with raises(UsageError, option="--engine-version"):
-        require_engines(["vllm", "sglang"], "0.32.0")
+        rules.require_engines(["ollama"])
+    for asked, version in ((["vllm"], "latest"), (["vllm", "sglang"], "0.32.0")):
+        with raises(UsageError, option="--engine-version"):
+            rules.require_engines(asked, version)
 
 
 def test_sglang_finds_eagle1_by_a_class_of_its_own() -> None:

@@ -13,8 +13,6 @@ EAGLE3_CASES = {
     "a map in the order of frequency, int32, layers.0., to 320": ("mapped", 320, 640),
     "rows from the target, to 640": ("target_rows", 640, None),
 }
-
-
 EXPORTED = [248_044, 3, 11, 7]
 
 

@@ -10,6 +10,7 @@ import pytest
 from engines import oracle
 from engines.artifacts import TAPS, OracleFiles, break_map, command, expected_ids, target_ids
 from engines.protocol import Json, ask
+from support.sweeps import sweep
 
 pytestmark = pytest.mark.engine("vllm")
 
@@ -88,8 +89,7 @@ def all_are_accepted(result: Json, k: int = K) -> None:
 
 
 def test_the_oracle_target_says_what_it_should(served: dict[str, Json]) -> None:
-    expected = [oracle.continuation(prompt, MAX_TOKENS) for prompt in [*PROMPTS, RARE_PROMPT]]
-    assert served["plain"]["tokens"] == expected
+    assert served["plain"]["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in [*PROMPTS, RARE_PROMPT]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,16 +116,9 @@ def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(ser
     assert served["rare"]["accepted"] == 0
 
 
-@pytest.mark.parametrize(
-    ("how", "fixture"),
-    [
-        ("order", "served"),
-        pytest.param("missing", "more_served", marks=pytest.mark.slow),
-        pytest.param("absolute", "more_served", marks=pytest.mark.slow),
-    ],
-)
-def test_a_broken_map_drafts_nothing_right_and_eagle_verify_refuses_it(request, oracle_files, how, fixture):
-    result = request.getfixturevalue(fixture)[how]
+@pytest.mark.parametrize("how", sweep(("order", "missing", "absolute"), "order"))
+def test_a_broken_map_drafts_nothing_right_and_eagle_verify_refuses_it(request, oracle_files, how):
+    result = request.getfixturevalue("served" if how == "order" else "more_served")[how]
     if how == "absolute":
         assert "IndexError" in result["error"]
     else:

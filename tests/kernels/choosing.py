@@ -4,14 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from eagle_slim.runtime.settings import SamplingConfig
-from eagle_slim.runtime.step.kernels.choose_tokens import (
-    ChoiceRules,
-    ChoiceState,
-    choice_scratch,
-    choose_tokens,
-    choose_tokens_ref,
-    token_bits,
-)
+from eagle_slim.runtime.step.kernels import choose_tokens as kernels
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, ChoiceState, token_bits
 from eagle_slim.runtime.tree import Trees
 from support.sampling import first_in_race, warp
 from torch import Tensor
@@ -46,14 +40,14 @@ class Case:
     def choose(self, rules: ChoiceRules, tile: int = 512, capacity: int = 8192) -> Tensor:
         places, vocab = self.logits.shape[0] // self.nodes, self.logits.shape[1]
         out = torch.full((places, self.nodes), -7, dtype=torch.int32, device=self.logits.device)
-        scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, tile, capacity)
-        choose_tokens(self.logits, self.trees, rules, self.state, out, scratch)
+        scratch = kernels.choice_scratch(places, self.nodes, vocab, self.logits.device, tile, capacity)
+        kernels.choose_tokens(self.logits, self.trees, rules, self.state, out, scratch)
         return out
 
     def choose_ref(self, rules: ChoiceRules) -> Tensor:
         out = torch.full((self.logits.shape[0] // self.nodes, self.nodes), -7, dtype=torch.int32)
         out = out.to(self.logits.device)
-        choose_tokens_ref(self.logits, self.trees, rules, self.state, out)
+        kernels.choose_tokens_ref(self.logits, self.trees, rules, self.state, out)
         return out
 
 

@@ -64,8 +64,8 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
 
-def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, Any], str]:
-    """Compile for ``chip``: a report of its PTX and what `assembler_report` says, and the machine code."""
+def compile_kernel(cfg: DrafterConfig, chip: Chip) -> dict[str, Any]:
+    """Compile for ``chip``: a report of its PTX and what `assembler_report` says."""
     types, params = signature(cfg), choose_launch(cfg, chip)
     aligned = {
         (draft_kernel.arg_names.index(group), place): [["tt.divisibility", 16]]
@@ -78,11 +78,9 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, Any], str]
     by_index: Any = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
     compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
-    ptx = compiled.asm["ptx"]
-    report, sass = assembler_report(ptx, chip)
-    clock_reads = len(re.findall(r"%(?:globaltimer|clock)", ptx))
-    of_ptx = {"num_clock_reads": clock_reads, "mixed_halves": mixed_halves(ptx)}
-    return {"shared_bytes": compiled.metadata.shared, **of_ptx, **report}, sass
+    clock_reads = len(re.findall(r"%(?:globaltimer|clock)", compiled.asm["ptx"]))
+    of_ptx = {"shared_bytes": compiled.metadata.shared, "num_clock_reads": clock_reads}
+    return of_ptx | assembler_report(compiled.asm["ptx"], chip)
 
 
 def to_ptx(source: ASTSource, chip: Chip, options: dict[str, Any]) -> CompiledKernel:
@@ -100,10 +98,10 @@ def _without_assembling(_backend: Any = None, stages: dict[str, Any] | None = No
 
 
 @cache
-def assembler_report(ptx: str, chip: Chip, always_lists: bool = True) -> tuple[dict[str, int], str]:
-    """Assemble PTX: ptxas' own account, and the disassembled machine code.
+def assembler_report(ptx: str, chip: Chip, always_lists: bool = True) -> dict[str, Any]:
+    """Assemble PTX: ptxas' own account, and what `machine_code` finds.
 
-    Unless ``always_lists``, machine code that has no local memory, so no spill to look for, is not disassembled: "".
+    Unless ``always_lists``, machine code that has no local memory, so no spill to look for, is not disassembled.
 
     ``registers``, ``spill_bytes`` and ``stack_bytes`` of a thread; ``serialized_products``: how often ptxas warns that
     it makes asynchronous matrix products wait for each other.
@@ -118,15 +116,13 @@ def assembler_report(ptx: str, chip: Chip, always_lists: bool = True) -> tuple[d
         suffix = "a" if chip.capability >= 90 else ""
         command = [str(ptxas), "-v", f"-arch=sm_{chip.capability}{suffix}", str(path), "-o", str(binary)]
         report = _run(command).stderr
-        numbers = {
-            "registers": r"Used (\d+) registers",
-            "spill_bytes": r"(\d+) bytes spill stores",
-            "stack_bytes": r"(\d+) bytes stack frame",
-        }
+        numbers = {"registers": r"Used (\d+) registers", "spill_bytes": r"(\d+) bytes spill stores"}
+        numbers["stack_bytes"] = r"(\d+) bytes stack frame"
         found = {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
         is_listed = always_lists or found["spill_bytes"] + found["stack_bytes"] > 0
         sass = _run([str(ptxas.with_name("nvdisasm")), "-c", str(binary)]).stdout if is_listed else ""
-    return {**found, "serialized_products": report.count("C7514")}, sass
+    listed = {"spills_among_products": spills_among_products(sass), "overwritten_operands": overwritten_operands(sass)}
+    return {**found, "serialized_products": report.count("C7514"), **listed, "mixed_halves": mixed_halves(ptx)}
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -149,9 +145,7 @@ def main() -> None:
     if args.options:
         cfg = replace(cfg, **OPTIONS)
     chip = KNOWN_CHIPS[args.chip]
-    report, sass = compile_kernel(cfg, chip)
-    report |= {"chip": chip.name, "limit_bytes": chip.shared_bytes}
-    report |= {"spills_among_products": spills_among_products(sass), "overwritten_operands": overwritten_operands(sass)}
+    report = compile_kernel(cfg, chip) | {"chip": chip.name, "limit_bytes": chip.shared_bytes}
     print(json.dumps(report))
     if wrong := {fault: report[fault] for fault in FAULTS if report[fault]}:
         sys.exit(f"the drafter may compute wrongly: {wrong}")

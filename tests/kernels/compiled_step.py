@@ -24,11 +24,12 @@ from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, experts, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionParams, AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.target.mxfp4 import Mxfp4Weight
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
 from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
-from kernels.machine_code import FAULTS, mixed_halves, overwritten_operands, spills_among_products
+from kernels.machine_code import FAULTS
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -47,7 +48,7 @@ class Compiler:
         self.reports: dict[str, dict[str, Any]] = {}
 
     def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+        given = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
         options = {name: keywords.pop(name) for name in given if name in keywords}
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
         # None, too, as in a launch: kernels without FP8 weights have no scales.
@@ -64,16 +65,9 @@ class Compiler:
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = to_ptx(source, self.chip, options)
-        report, sass = assembler_report(compiled.asm["ptx"], self.chip, always_lists=self.chip.capability == 90)
-        name = f"{kernel.__name__} {self.variant}".strip()
-        self.reports[name] = {
-            "shared_bytes": compiled.metadata.shared,
-            "num_warps": compiled.metadata.num_warps,
-            **report,
-            "spills_among_products": sum(spills_among_products(sass)),
-            "overwritten_operands": overwritten_operands(sass),
-            "mixed_halves": mixed_halves(compiled.asm["ptx"]),
-        }
+        report = assembler_report(compiled.asm["ptx"], self.chip, always_lists=self.chip.capability == 90)
+        report |= {"shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps}
+        self.reports[f"{kernel.__name__} {self.variant}".strip()] = report
 
     @staticmethod
     def _places(index: int, value: Any) -> list[tuple[tuple[int, ...], Any]]:
@@ -130,6 +124,7 @@ def run_all(compiler: Compiler) -> None:
     for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
         multiply(compiler, groups)
         run_experts(compiler, groups)
+    run_gpt_oss(compiler)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -223,6 +218,25 @@ def run_experts(compiler: Compiler, groups: int) -> None:
         experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
         experts.gated_experts(normed, norm, layer, routing, norm.lift)
         experts.add_experts(layer, routing, norm, normed, x if rows == NODES else None)
+
+
+def run_gpt_oss(compiler: Compiler) -> None:
+    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token and a tree."""
+    count, width, hidden, top_k, bf16 = 32, 2880, 2880, 4, {"dtype": torch.bfloat16}
+    sizes = count, count * 2 * width, count * hidden
+    gate_up, down = (Mxfp4Weight.empty(size, hidden, torch.device("cpu")) for size in sizes[1:])
+    biases = experts.Biases(*(torch.empty(size, **bf16) for size in sizes))
+    layer = experts.Experts(
+        torch.empty(count, hidden, **bf16), gate_up, down, top_k, False, biases, experts.Clamp(1.702, 7.0)
+    )
+    for rows in (1, NODES):
+        compiler.variant = f"{rows} rows, MXFP4"
+        x = torch.zeros(rows, hidden, **bf16)
+        normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
+        norm, routing = products.Norm(x[0], 1e-5, 1.0), experts.Routing.allocate(layer, rows)
+        experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)
+        experts.gated_experts(normed, norm, layer, routing)
+        experts.add_experts(layer, routing, norm, normed)
 
 
 def main() -> None:

@@ -1,18 +1,11 @@
 """Draft with the persistent kernel on poisoned memory, and replay the draft by the fp32 reference."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from eagle_slim.runtime import Buffers, DrafterConfig, TreeConfig, Weights, check_finished, launch_drafter
-from eagle_slim.runtime.drafter.tuning.agreement import (
-    Agreement,
-    Step,
-    candidates_of,
-    exact_head,
-    log_prob_atol,
-    replay,
-    tree_of,
-)
+from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import nan_fill, problem
 
@@ -29,7 +22,7 @@ class Drafted:
     bufs: Buffers
     step: Step
     tree: DraftTree
-    agreement: Agreement
+    agreement: Any
 
     def reference_tree(self) -> DraftTree:
         self.bufs.keys.copy_(self.step.keys)

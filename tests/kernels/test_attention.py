@@ -5,46 +5,30 @@ import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
-from eagle_slim.runtime.target.kernels.attention import (
-    AttentionParams,
-    AttentionScratch,
-    AttentionTiles,
-    attention_tiles,
-    num_splits,
-    num_states,
-    tree_attention,
-    tree_attention_ref,
-)
+from eagle_slim.runtime.target.kernels import attention
 from eagle_slim.runtime.target.kernels.attention_kernels import split_of, split_start
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.tree import Trees, layout_tree
 from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
+from support.sweeps import sweep
 
 SLOW = pytest.mark.slow
-SHARED = [AttentionTiles(programs) for programs in (1, 2, 16)]
+SHARED = [attention.AttentionTiles(programs) for programs in (1, 2, 16)]
 """One program keeps a state of all, two keep states of groups, sixteen of splits."""
 
 ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 3, 1, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
 FAR = (2, 2, 1, 16, [1700, 0, 640])
+TREES = [(ONE, torch.float16, None), (ONE, torch.float32, 5), (FEW, torch.float32, None), (FAR, torch.float32, None)]
+MORE_TREES = [(FEW, torch.float16, 5), (FEW, torch.float32, 40), (FAR, torch.float32, 900)]
+MORE_TREES += [(MANY, torch.float32, None), (MANY, torch.float16, 40)]
+CHUNKS = [(0, 20, 32, None), (37, 32, 32, 9), (50, 1, 16, None), (0, 20, 32, 9), (37, 32, 32, None)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "window"),
-    [
-        (ONE, torch.float16, None),
-        (ONE, torch.float32, 5),
-        (FEW, torch.float32, None),
-        pytest.param(FEW, torch.float16, 5, marks=SLOW),
-        pytest.param(FEW, torch.float32, 40, marks=SLOW),
-        (FAR, torch.float32, None),
-        pytest.param(FAR, torch.float32, 900, marks=SLOW),
-        pytest.param(MANY, torch.float32, None, marks=SLOW),
-        pytest.param(MANY, torch.float16, 40, marks=SLOW),
-    ],
-)
-def test_trees(device, shape, dtype, window):
-    (nodes, heads, kv_heads, head_dim, lengths), slots = shape, len(shape[-1])
+@pytest.mark.parametrize("case", sweep([*TREES, *MORE_TREES], *TREES))
+def test_trees(device, case):
+    (nodes, heads, kv_heads, head_dim, lengths), dtype, window = case
+    slots = len(lengths)
     parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
     tree = layout_tree(torch.zeros((slots, nodes), dtype=torch.int64), parents, path_width=7)
     rows = ForwardRows.allocate(slots, nodes, torch.tensor(lengths, dtype=torch.int32, device=device))
@@ -63,17 +47,9 @@ def test_capped_scores_and_sinks(device: str, softcap: float | None, has_sinks: 
     check(chunk.forward, 4, 2, 16, torch.float32, 9, [4, 69], softcap, sinks)
 
 
-@pytest.mark.parametrize(
-    ("length", "count", "nodes", "window"),
-    [
-        (0, 20, 32, None),
-        (37, 32, 32, 9),
-        pytest.param(50, 1, 16, None, marks=SLOW),
-        pytest.param(0, 20, 32, 9, marks=SLOW),
-        pytest.param(37, 32, 32, None, marks=SLOW),
-    ],
-)
-def test_chunks(device: str, length: int, count: int, nodes: int, window: int | None) -> None:
+@pytest.mark.parametrize("case", sweep(CHUNKS, *CHUNKS[:2]))
+def test_chunks(device, case):
+    length, count, nodes, window = case
     chunk = one_chunk(device, length, count, nodes)
     check(chunk.forward, 4, 2, 16, torch.float32, window, [4, length + count])
 
@@ -97,16 +73,18 @@ def check(rows, heads, kv_heads, head_dim, dtype, window, ends, softcap=None, si
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
     found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
-    params = AttentionParams(0.3, window, softcap, sinks)
-    tree_attention_ref(qkv, keys, values, rows.attention, params, wanted)
+    params = attention.AttentionParams(0.3, window, softcap, sinks)
+    attention.tree_attention_ref(qkv, keys, values, rows.attention, params, wanted)
     results = []
     for tiles in SHARED:
-        states = num_states(keys.shape[2], tiles) * len(qkv) * heads
-        scratch = AttentionScratch(*(torch.full((states * size,), torch.nan, device=device) for size in (head_dim, 2)))
+        states = attention.num_states(keys.shape[2], tiles) * len(qkv) * heads
+        scratch = attention.AttentionScratch(
+            *(torch.full((states * size,), torch.nan, device=device) for size in (head_dim, 2))
+        )
         found.fill_(float("nan"))
         # A power of two changes no bit.
         lift = 2.0**60 if results and dtype == torch.float32 else 1.0
-        tree_attention(qkv, keys, values, rows.attention, params._replace(lift=lift), found, scratch, tiles)
+        attention.tree_attention(qkv, keys, values, rows.attention, params._replace(lift=lift), found, scratch, tiles)
         results.append(found / lift)
         torch.testing.assert_close(results[-1], wanted, rtol=1e-3, atol=OP_ATOL[dtype])
     for other in results[1:]:
@@ -131,10 +109,12 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
     assert sorted(set(start.tolist())) == [place for each in ranges for place in range(*each)]
     key = torch.arange(count)
     assert bool(((start <= key) & (key < stop)).all())
-    assert split.tolist() == [num_splits(each + 1) - 1 for each in range(count)]
+    assert split.tolist() == [attention.num_splits(each + 1) - 1 for each in range(count)]
 
 
 def test_long_caches_and_many_rows_keep_few_states() -> None:
-    tiles = [attention_tiles(places, nodes, (32, 8, 128), 132, 2) for places, nodes in ((1, 1), (1, 60), (16, 60))]
+    tiles = [
+        attention.attention_tiles(places, nodes, (32, 8, 128), 132, 2) for places, nodes in ((1, 1), (1, 60), (16, 60))
+    ]
     assert [each.programs for each in tiles] == [66, 16, 1]
-    assert [num_states(32768, each) for each in tiles] == [40, 40, 1]
+    assert [attention.num_states(32768, each) for each in tiles] == [40, 40, 1]

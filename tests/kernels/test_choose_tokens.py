@@ -11,16 +11,9 @@ import triton.language as tl
 from eagle_slim.runtime import SamplingConfig, UsageError
 from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.drafter.tuning.timing import capture
+from eagle_slim.runtime.step.kernels import choose_tokens as kernels
 from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
-from eagle_slim.runtime.step.kernels.choose_tokens import (
-    ChoiceRules,
-    bit_mask,
-    choice_scratch,
-    choose_tokens,
-    mark_seen,
-    mark_seen_ref,
-    token_bits,
-)
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, bit_mask, token_bits
 from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise_ref
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from eagle_slim.runtime.target.kernels.machine import NO_FUSION
@@ -32,6 +25,7 @@ from support.sweeps import sweep
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 SLOW = pytest.mark.slow
+WIDE_TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
 
 
 def rules_of(config: SamplingConfig) -> ChoiceRules:
@@ -44,14 +38,12 @@ def _stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
-PUBLISHED = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
-"""The first outputs of SplitMix64 seeded with 0, as its authors' programs print them."""
-
-
 def test_noise_by_hand() -> None:
     """v = 0.8833, 0.4315, 0.0264, 0.9709; -ln(1 - v) = 2.1482, 0.5648, 0.0268, 3.5364."""
     ids = torch.arange(4)
-    assert tuple(int(bits) for bits in splitmix(0, ids)) == PUBLISHED
+    # The first outputs of SplitMix64 seeded with 0, as its authors' programs print them.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert splitmix(0, ids).tolist() == published
     exponential = torch.tensor([2.1482, 0.5648, 0.0268, 3.5364])
     torch.testing.assert_close(exponentials(0, ids).float(), exponential, atol=1e-4, rtol=0)
     noise = token_noise_ref(0, ids) / 2**24
@@ -155,12 +147,10 @@ def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: 
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(
-    ("vocab", "tile", "capacity"),
-    [(33, 32, 8), pytest.param(1000, 512, 0, marks=SLOW), pytest.param(1025, 512, 100, marks=SLOW)],
-)
-def test_kernels_equal_the_twin(vocab: int, tile: int, capacity: int, name: str, device: str) -> None:
+@pytest.mark.parametrize("sizes", sweep([(33, 32, 8), (1000, 512, 0), (1025, 512, 100)], (33, 32, 8)))
+def test_kernels_equal_the_twin(sizes: tuple[int, int, int], name: str, device: str) -> None:
     """Whether the searches list what is left at once, late, or never."""
+    vocab, tile, capacity = sizes
     dtypes = {33: torch.float32, 1000: torch.bfloat16, 1025: torch.float16}
     case = random_case(vocab, parents=[-1, 0, 0, 1], dtype=dtypes[vocab], device=device)
     case.logits[:6] = extreme_rows(vocab)
@@ -275,8 +265,8 @@ def test_accepted_tokens_are_marked(device: str) -> None:
     active = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     count = torch.tensor([2], dtype=torch.int32, device=device)
     wanted = seen.clone()
-    mark_seen(tokens, active, count, seen)
-    mark_seen_ref(tokens, active, count, wanted)
+    kernels.mark_seen(tokens, active, count, seen)
+    kernels.mark_seen_ref(tokens, active, count, wanted)
     assert torch.equal(seen, wanted)
     marked = [bit_mask(words, 128).nonzero()[:, 0].tolist() for words in seen]
     assert marked == [[1, 2], [], [0, 31, 32, 127]]
@@ -288,9 +278,6 @@ def test_logits_in_float64_and_vocabularies_beyond_int64_sums_are_refused() -> N
         case.logits = logits
         with raises_with(UsageError, "logits"):
             case.choose(GREEDY)
-
-
-WIDE_TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
 
 
 @pytest.mark.gpu
@@ -315,10 +302,10 @@ def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
     case = random_case(vocab, slots=2, parents=WIDE_TREE, dtype=torch.bfloat16, device="cuda")
     case.set_numbers(0.7, 20, 0.9, 0.01, 1.1, 4)
     out = torch.empty(2, case.nodes, dtype=torch.int32, device="cuda")
-    scratch = choice_scratch(2, case.nodes, vocab, "cuda")
+    scratch = kernels.choice_scratch(2, case.nodes, vocab, "cuda")
 
     def choose() -> None:
-        choose_tokens(case.logits, case.trees, rules, case.state, out, scratch)
+        kernels.choose_tokens(case.logits, case.trees, rules, case.state, out, scratch)
 
     choose()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kernels.chips import KNOWN_CHIPS
@@ -41,19 +39,19 @@ PRODUCTS = 4  # projections, attention, gate and up, LM head: each a loop, where
 Report = dict[str, object]
 
 
-def compile_in_a_process(*arguments: str) -> Report:
+def compile_in_a_process(*arguments):
     """What a module of this folder prints last, outside the interpreter; its name and arguments, or -c and code."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = arguments if arguments[0] == "-c" else ("-m", *arguments)
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    report: Report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
     return report
 
 
 @pytest.fixture(scope="module")
-def reports() -> Iterator[dict[str, Future[Report]]]:
+def reports():
     with ThreadPoolExecutor(2) as pool:
         yield {
             name: pool.submit(compile_in_a_process, "kernels.compiled_drafter", *arguments)
@@ -63,20 +61,20 @@ def reports() -> Iterator[dict[str, Future[Report]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_drafter_fits_and_does_not_spill(reports: dict[str, Future[Report]], name: str) -> None:
+def test_the_drafter_fits_and_does_not_spill(reports, name):
     report = reports[name].result()
     assert report["chip"] == name.split(",")[0]
-    assert 0 < report["shared_bytes"] <= report["limit_bytes"]  # type: ignore[operator]
-    assert report["registers"] <= 255  # type: ignore[operator]
-    assert report["spill_bytes"] <= SPILL_LIMIT_BYTES  # type: ignore[operator]
+    assert 0 < report["shared_bytes"] <= report["limit_bytes"]
+    assert report["registers"] <= 255
+    assert report["spill_bytes"] <= SPILL_LIMIT_BYTES
     assert report["serialized_products"] == report["num_clock_reads"] == 0
     assert report["overwritten_operands"] == report["mixed_halves"] == []
-    spills: Any = report["spills_among_products"]
+    spills = report["spills_among_products"]
     assert len(spills) >= (PRODUCTS if "8B" in name else 2)
     assert not any(spills)
 
 
-def test_stamps_are_compiled_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamps_are_compiled_where_they_are_asked_for(monkeypatch):
     """After each of the kernel's barriers, and at its end."""
     monkeypatch.setenv("EAGLE_SLIM_STAMPS", "1")
     report = compile_in_a_process("kernels.compiled_drafter", *CASES["sm_90"])
@@ -103,7 +101,7 @@ print('{"initialised": %s, "gpus": %d, "kernels": %d}' % found)
 """
 
 
-def test_compiling_ahead_touches_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_ahead_touches_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # Up to the same powers of two share one. Others: 39 candidates are 64, 17 nodes 32, 5 slots 8.
@@ -113,17 +111,17 @@ def test_compiling_ahead_touches_no_gpu(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
+def test_kernels_of_a_step_fit_and_do_not_spill(capability):
     # Of kernels without FP8 weights sm_80 stands for sm_89, where attention's 192 bytes in local memory are 204.
     options = ["--fp8"] if capability == 89 else []
-    reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability), *options)
+    reports = compile_in_a_process("kernels.compiled_step", "--chip", str(capability), *options)
     # sm_86 and sm_89 take the same shared memory, and have less.
     chip = KNOWN_CHIPS[89 if capability == 80 else capability]
     waiting = WAITING_BYTES | (WIDE_WITHOUT_WGMMA if capability in (80, 89, 120) else {})
     assert len(reports) >= (18 if options else 30)
     for name, report in reports.items():
         assert report["shared_bytes"] <= chip.shared_bytes, name
-        assert report["spills_among_products"] == 0, (name, report)
+        assert not any(report["spills_among_products"]), (name, report)
         assert report["overwritten_operands"] == report["mixed_halves"] == [], (name, report)
         assert report["spill_bytes"] <= waiting.get(name.split()[0], 0), (name, report)
         assert report["registers"] * 32 * report["num_warps"] <= 65536, name

@@ -1,7 +1,5 @@
 """The persistent drafter on a GPU: every type against the fp32 reference, real dimensions, and graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 from eagle_slim.runtime import DrafterConfig, EagleSlimError, Weights, allocate_buffers, check_finished, launch_drafter
@@ -16,7 +14,7 @@ from support.drafting import random_head as small_head
 from support.drafting import with_options
 
 pytestmark = pytest.mark.gpu
-MEDIUM: dict[str, Any] = {"hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64}
+MEDIUM = {"hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64}
 MEDIUM |= {"target_vocab": 4000, "draft_vocab": 3001, "device": "cuda"}
 
 NEEDS_FP8 = pytest.mark.skipif(
@@ -41,7 +39,7 @@ def test_every_type(dtype, weight_dtype, record_property):
         assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
-def test_eagle_2_and_odd_sizes() -> None:
+def test_eagle_2_and_odd_sizes():
     options = {**MEDIUM, "heads": 6, "kv_heads": 2, "hidden": 480, "head_dim": 80, "draft_vocab": 1777}
     head = small_head("eagle", dtype=torch.bfloat16, qkv_bias=True, **options)
     assert_agrees(draft(head, (3, 7, 33), [129], [5]))
@@ -50,15 +48,11 @@ def test_eagle_2_and_odd_sizes() -> None:
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 @pytest.mark.parametrize(("slots", "tree"), [(4, (3, 10, 60)), (16, (3, 10, 60)), (16, (6, 1, 8)), (9, (3, 3, 20))])
-def test_batches(slots: int, tree: tuple[int, int, int], kind: str, weight_dtype: torch.dtype | None) -> None:
+def test_batches(slots, tree, kind, weight_dtype):
     head = small_head(kind, dtype=torch.bfloat16, **MEDIUM)
     prefixes, num_new = [7 + 61 * slot for slot in range(slots)], [1 + (5 * slot) % 16 for slot in range(slots)]
     active = [slot for slot in reversed(range(slots)) if slot % 5 != 2]
     assert_agrees(draft(head, tree, prefixes, num_new, active, weight_dtype))
-
-
-WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
-"""Llama-3.1-405B's, with fewer token ids."""
 
 
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
@@ -68,7 +62,8 @@ WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
         (MODELS["llama-3.1-8b"], {}),
         (MODELS["llama-3.1-8b"], {**OPTIONS["each tap normed"], "sliding_window": 200}),
         (MODELS["llama-3.1-8b"], {**OPTIONS["all taps normed"], "sliding_window": 3}),
-        (WIDEST, {"norm_before_residual": True}),
+        # Llama-3.1-405B's, with fewer token ids.
+        (Dims(16384, 53248, 128, 8, 128, 32000), {"norm_before_residual": True}),
     ],
     ids=["llama-3.1-8b", "llama-3.1-8b, each tap normed", "llama-3.1-8b, all taps normed", "16,384 wide"],
 )
@@ -83,7 +78,7 @@ def test_real_dimensions(dims, options, weight_dtype, record_property):
         assert_agrees(drafted)
 
 
-def test_graph_replays_take_new_inputs() -> None:
+def test_graph_replays_take_new_inputs():
     """One graph, recorded once, drafts what a plain launch drafts, also after its inputs changed, to the last bit."""
     head = small_head(dtype=torch.bfloat16, **MEDIUM)
     plain = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
@@ -112,10 +107,10 @@ def test_graph_replays_take_new_inputs() -> None:
         assert agreement.agrees, str(agreement)
 
 
-def test_trees_within_a_bound_share_one_compiled_kernel() -> None:
+def test_trees_within_a_bound_share_one_compiled_kernel():
     """Of any depth and number of nodes, 16 and 32 among them, which Triton would tell from others."""
 
-    def num_kernels() -> int:
+    def num_kernels():
         return sum(len(found[0]) for found in draft_kernel.device_caches.values())
 
     head = small_head(dtype=torch.bfloat16, **MEDIUM)
@@ -129,7 +124,7 @@ def test_trees_within_a_bound_share_one_compiled_kernel() -> None:
 
 
 @NEEDS_FP8
-def test_fp8_is_what_the_name_gives() -> None:
+def test_fp8_is_what_the_name_gives():
     from eagle_slim.runtime import SpeculativeModel
 
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.target.expert_loading import Mxfp4Experts
 from eagle_slim.runtime.target.fp8 import Fp8Linear, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention_kernels import REACH
@@ -27,8 +28,11 @@ LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 NINE_HEADS = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 QWEN2 = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
 
+OTHERS = ("qwen2", "qwen3", "mistral", "qwen3moe", "gptoss")
 MIXTURE = {"hidden_size": 1024, "num_attention_heads": 8, "num_experts": 64, "moe_intermediate_size": 384}
 MIXTURE |= {"num_experts_per_tok": 8, "num_hidden_layers": 4}
+GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
+GPT_OSS |= {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 128}
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def assert_same(found: Tensor, wanted: Tensor, case: object) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=str(case))
 
 
-def decode(kind, dtype, device, length, begin=0, is_fp8=False, **sizes):
+def decode(kind, dtype, device, length, begin=0, is_fp8=False, is_mxfp4=False, **sizes):
     """Decode random tokens plainly, one at a time; the first ``begin`` at once."""
     model: Any = tiny_target(kind, **SMALL | sizes).to(device=device, dtype=dtype)
     for layer in model.model.layers if is_fp8 else ():
@@ -97,6 +101,11 @@ def decode(kind, dtype, device, length, begin=0, is_fp8=False, **sizes):
             for name, linear in list(block.named_children()):
                 if name.endswith("_proj"):
                     setattr(block, name, Fp8Linear(quantise_rows(linear.weight.detach()), linear.bias))
+    for layer in model.model.layers if is_mxfp4 else ():
+        layer.mlp.experts = experts = Mxfp4Experts(layer.mlp.experts, torch.device(device))
+        for weight in (experts.gate_up, experts.down):
+            weight.words.random_(-(1 << 31), (1 << 31) - 1)
+            weight.put_scales(torch.randint(117, 122, (weight.shape[0], weight.shape[1] // 32), device=device))
     target = FusedTarget(model, None, Ops(use_kernels=True))
     capacity = length + 192
     target.reserve_positions(capacity)
@@ -160,7 +169,7 @@ def check_chunks(text: Text, start: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "mistral", "qwen3moe"))],
+    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)],
 )
 @torch.inference_mode()
 def test_small(device: str, kind: str) -> None:
@@ -186,6 +195,8 @@ def test_small(device: str, kind: str) -> None:
         ("qwen3", torch.bfloat16, 300, {"hidden_size": 1024, "num_attention_heads": 8}),
         ("qwen3moe", torch.bfloat16, 300, MIXTURE),
         ("qwen3moe", torch.float16, 300, MIXTURE | {"decoder_sparse_step": 2, "norm_topk_prob": True}),
+        ("gptoss", torch.bfloat16, 700, GPT_OSS),
+        ("gptoss", torch.bfloat16, 300, GPT_OSS | {"is_mxfp4": True}),
         ("mistral", torch.float16, 300, {"hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}),
     ],
 )

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,20 +26,20 @@ Problem = tuple[DrafterConfig, Tensor, Weights, Buffers]
 
 
 @pytest.fixture
-def bufs() -> Buffers:
+def bufs():
     return allocate_buffers(CFG, WEIGHTS)
 
 
 @pytest.fixture(scope="module")
-def step(device: str) -> Problem:
+def step(device):
     return problem(random_head(device=device), TreeConfig(2, 3, 12), [5, 3], [2, 1])
 
 
-def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
+def draft(bufs, features=FEATURES):
     return launch_drafter(CFG, features, WEIGHTS, bufs, backend="reference")
 
 
-def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
+def test_a_cache_that_is_full_to_the_last_row(bufs):
     past = torch.randn(ROOM - 1, HEAD.feature_width, generator=torch.Generator().manual_seed(3))
     prefill_drafter(CFG, past, torch.arange(ROOM - 1), WEIGHTS, bufs, 0)
     bufs.set_step([0, 1], [[5], [1, 2, 3]], [ROOM - 1, 0])
@@ -52,9 +51,8 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
     assert torch.equal(found[:2], expected[:2])
 
 
-@pytest.mark.parametrize(
-    ("active", "tokens", "prefix", "words"),
-    [
+def test_steps_that_do_not_fit(bufs):
+    for active, tokens, prefix, words in (
         ([0, 1], [[1]], [0, 0], "2 slots, 1"),
         ([0], [[-1]], [0], "token id -1"),
         ([0], [[2, HEAD.embedding.shape[0]]], [0], "token id 300"),
@@ -66,97 +64,72 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
         ([3], [[1]], [0], "below 3"),
         ([-1], [[1]], [0], "[-1]"),
         ([1], [[1, 2]], [ROOM - 1], "KV cache"),
-    ],
-)
-def test_steps_that_do_not_fit(bufs: Buffers, active: list[int], tokens: Any, prefix: list[int], words: str) -> None:
-    before = bufs.new_tokens.clone(), bufs.prefix.clone()
-    with raises_with(UsageError, words):
-        bufs.set_step(active, tokens, prefix)
-    assert torch.equal(bufs.new_tokens, before[0])
-    assert torch.equal(bufs.prefix, before[1])
+    ):
+        before = bufs.new_tokens.clone(), bufs.prefix.clone()
+        with raises_with(UsageError, words):
+            bufs.set_step(active, tokens, prefix)
+        assert torch.equal(bufs.new_tokens, before[0])
+        assert torch.equal(bufs.prefix, before[1])
 
 
-OTHER_FEATURES: dict[str, Any] = {
-    "one row": FEATURES[0, 0],
-    "none": None,
-    "no tokens": FEATURES[:, :0],
-    "another device": FEATURES.to("meta"),
-    "another type": FEATURES.half(),
-    "no taps": (),
-    "one slot": FEATURES[:1],
-    "narrower": FEATURES[..., :-1],
-    "too many tokens": FEATURES.repeat(1, 65, 1),
-    "strided": FEATURES.transpose(1, 2).contiguous().transpose(1, 2),
-    "two taps": FEATURES.chunk(3, -1)[:2],
-    "taps of two types": (*FEATURES.chunk(3, -1)[:2], FEATURES[..., :64].half()),
-    "fewer than new tokens": FEATURES[:, :2],
-}
-
-
-@pytest.mark.parametrize("form", OTHER_FEATURES)
-def test_features_of_other_forms(bufs: Buffers, form: str) -> None:
+def test_features_of_other_forms(bufs):
     bufs.set_step([1], [[1, 2, 3]], [0])
+    taps = FEATURES.chunk(3, -1)
+    others = [FEATURES[0, 0], None, FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(), (), FEATURES[:1]]
+    others += [FEATURES[..., :-1], FEATURES.repeat(1, 65, 1), FEATURES.transpose(1, 2).contiguous().transpose(1, 2)]
+    # The last are fewer than the new tokens.
+    others += [taps[:2], (*taps[:2], taps[2].half()), FEATURES[:, :2]]
+    for features in others:
+        with raises(UsageError):
+            draft(bufs, features)
+    # Three taps of a head that norms two.
+    cfg, joined, weights, bufs = problem(with_options(HEAD, tap_norms=2), TREE, [5], [1])
     with raises(UsageError):
-        draft(bufs, OTHER_FEATURES[form])
+        launch_drafter(cfg, joined.chunk(3, -1), weights, bufs)
 
 
-def test_parts_of_another_kind(bufs: Buffers) -> None:
-    parts: dict[str, Any] = {"cfg": CFG, "X": FEATURES, "weights": Weights(HEAD), "bufs": bufs}
+def test_parts_of_another_kind(bufs):
+    parts = {"cfg": CFG, "X": FEATURES, "weights": Weights(HEAD), "bufs": bufs}
     for name, other in (("cfg", HEAD), ("weights", HEAD), ("bufs", None)):
         with raises_with(UsageError, name):
             launch_drafter(**{**parts, name: other})
 
 
-def test_three_taps_of_a_head_that_norms_two() -> None:
-    cfg, features, weights, bufs = problem(with_options(HEAD, tap_norms=2), TREE, [5], [1])
-    with raises(UsageError):
-        launch_drafter(cfg, features.chunk(3, -1), weights, bufs)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
+def test_buffers_of_other_forms(bufs):
+    for name, tensor in (
         ("new_tokens", torch.zeros(3, 16, dtype=torch.int64)),
         ("values", torch.zeros(3, 1, 44, 16)),
         ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3)),
         ("prefix", torch.zeros(3, dtype=torch.int32, device="meta")),
-    ],
-)
-def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor) -> None:
-    with raises_with(UsageError, name):
-        draft(replace(bufs, **{name: tensor}))
+    ):
+        with raises_with(UsageError, name):
+            draft(replace(bufs, **{name: tensor}))
 
 
-NONE = dict.fromkeys(("feature_width", "target_vocab", "num_kv_heads", "sliding_window"), 0)
-NO_TYPE = {"hidden": "64", "num_slots": True, "weight_dtype": "fp8", "norm_eps": math.nan}
-BEYOND = {"hidden": 64.0, "draft_vocab": 301, "norm_eps": -1.0, "tap_norms": 5}
-ALONE = [{name: value} for wrong in (NONE, NO_TYPE, BEYOND) for name, value in wrong.items()]
-# Without fc, features are as wide as the head.
-TOGETHER = [{"tap_norms": 1, "has_fc": False, "feature_width": 64}, {"has_fc": False}, {"kind": "eagle"}]
-
-
-@pytest.mark.parametrize("changed", [*ALONE, *TOGETHER], ids=str)
-def test_configurations_out_of_range(changed: dict[str, Any]) -> None:
-    with raises(UsageError):
-        replace(CFG, **changed)
-
-
-def test_numpy_numbers_are_numbers() -> None:
+def test_configurations_out_of_range():
+    none = dict.fromkeys(("feature_width", "target_vocab", "num_kv_heads", "sliding_window"), 0)
+    no_type = {"hidden": "64", "num_slots": True, "weight_dtype": "fp8", "norm_eps": math.nan}
+    beyond = {"hidden": 64.0, "draft_vocab": 301, "norm_eps": -1.0, "tap_norms": 5, "has_fc": False, "kind": "eagle"}
+    alone = ({name: value} for wrong in (none, no_type, beyond) for name, value in wrong.items())
+    # Without fc, features are as wide as the head.
+    for changed in (*alone, {"tap_norms": 1, "has_fc": False, "feature_width": 64}):
+        with raises(UsageError):
+            replace(CFG, **changed)
+    # NumPy's numbers are numbers.
     cfg = replace(CFG, hidden=np.int64(64), norm_eps=np.float32(1e-5))
     assert type(cfg.hidden) is int
     assert cfg.hidden == CFG.hidden
 
 
-def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers) -> None:
+def test_what_set_step_wrote_is_known_until_something_else_writes(bufs):
     bufs.set_step([0, 2], [[1], [2, 3]], [0, 0])
     assert bufs.max_new_tokens() == 2
     bufs.num_new.fill_(1)
     assert bufs.max_new_tokens() == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
+def test_heads_whose_tensors_do_not_fit():
+    for name, changed in (
         ("embedding", {"embedding": torch.zeros(300, 32)}),
         ("lm_head", {"lm_head": torch.zeros(120, 32)}),
         ("draft_to_target", {"draft_to_target": torch.arange(119)}),
@@ -165,32 +138,26 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
         ("mlp.up_proj.weight", {"tensors": {**HEAD.tensors, "mlp.up_proj.weight": HEAD.lm_head}}),
         ("fc.weight", {"tensors": {name: each for name, each in HEAD.tensors.items() if name != "fc.weight"}}),
         ("self_attn.q_proj.weight", {"num_heads": HEAD.num_heads + HEAD.num_kv_heads}),
-    ],
-)
-def test_heads_whose_tensors_do_not_fit(name: str, changed: dict[str, Any]) -> None:
-    with raises_with(UsageError, name):
-        replace(HEAD, **changed)
+    ):
+        with raises_with(UsageError, name):
+            replace(HEAD, **changed)
 
 
-@pytest.mark.parametrize(
-    ("changed", "head"),
-    [
+def test_parts_of_another_configuration(bufs):
+    for changed, head in (
         *(({name: size}, {}) for name, size in (("total_tokens", 12), ("max_positions", 500), ("intermediate", 64))),
         *(({name: size}, {}) for name, size in (("has_qkv_bias", True), ("target_vocab", 299))),
         *(({}, head) for head in ({"dtype": torch.float16}, {"hidden": 32}, {"kind": "eagle"})),
-    ],
-)
-def test_parts_of_another_configuration(bufs: Buffers, changed: dict[str, Any], head: dict[str, Any]) -> None:
-    cfg, weights, (field,) = replace(CFG, **changed), Weights(random_head(**head)), {**changed, **head}
-    with raises_with(UsageError, field):
-        launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
-    with raises_with(UsageError, field):
-        prefill_drafter(cfg, FEATURES[0], torch.zeros(16, dtype=torch.int64), weights, bufs, 0)
+    ):
+        cfg, weights, (field,) = replace(CFG, **changed), Weights(random_head(**head)), {**changed, **head}
+        with raises_with(UsageError, field):
+            launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
+        with raises_with(UsageError, field):
+            prefill_drafter(cfg, FEATURES[0], torch.zeros(16, dtype=torch.int64), weights, bufs, 0)
 
 
-@pytest.mark.parametrize(
-    ("features", "tokens", "slot", "words"),
-    [
+def test_prompts_that_do_not_fit(bufs):
+    for features, tokens, slot, words in (
         (FEATURES[0, :2], [5, 1], 3, "Slot 3"),
         (FEATURES[0, :2], [5, 1], -1, "Slot -1"),
         (torch.zeros(ROOM + 1, HEAD.feature_width), [0] * (ROOM + 1), 0, "KV cache"),
@@ -199,16 +166,14 @@ def test_parts_of_another_configuration(bufs: Buffers, changed: dict[str, Any], 
         (FEATURES[0, :2], [5, -1], 0, "-1"),
         (FEATURES[0, :2], [5, 300], 0, "300"),
         (FEATURES[0, :2], [5.0, 1.0], 0, "float32"),
-    ],
-)
-def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: list[Any], slot: int, words: str) -> None:
-    before = bufs.keys.clone()
-    with raises_with(UsageError, words):
-        prefill_drafter(CFG, features, torch.tensor(tokens), WEIGHTS, bufs, slot)
-    assert torch.equal(bufs.keys, before)
+    ):
+        before = bufs.keys.clone()
+        with raises_with(UsageError, words):
+            prefill_drafter(CFG, features, torch.tensor(tokens), WEIGHTS, bufs, slot)
+        assert torch.equal(bufs.keys, before)
 
 
-def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
+def test_a_prompt_of_separate_taps(bufs):
     tokens = torch.arange(16)
     prefill_drafter(CFG, FEATURES[0], tokens, WEIGHTS, bufs, 0)
     prefill_drafter(CFG, FEATURES[0].chunk(3, -1), tokens, WEIGHTS, bufs, 1)
@@ -216,7 +181,7 @@ def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     assert torch.equal(bufs.keys[0], bufs.keys[1])
 
 
-def test_backends_and_parts(step: Problem) -> None:
+def test_backends_and_parts(step):
     cfg, features, weights, bufs = step
     with raises(UsageError, option="backend"):
         launch_drafter(cfg, features, weights, bufs, backend="cuda")
@@ -229,7 +194,7 @@ def test_backends_and_parts(step: Problem) -> None:
     assert allocate_buffers(cfg, Weights(weights.head)).workspace == {}
 
 
-def test_more_programs_than_can_be_resident(step: Problem) -> None:
+def test_more_programs_than_can_be_resident(step):
     cfg, features, weights, bufs = step
     assert weights.packed is not None
     params = weights.packed.launches(cfg)[0]
@@ -242,7 +207,7 @@ def test_more_programs_than_can_be_resident(step: Problem) -> None:
         launch_drafter(cfg, features, many, allocate_buffers(cfg, many))
 
 
-def test_weights_packed_for_another_configuration(step: Problem) -> None:
+def test_weights_packed_for_another_configuration(step):
     cfg, features, weights, _ = step
     fp8 = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     with raises(UsageError):
@@ -258,7 +223,7 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
             Weights.pack(weights.head, cfg, order)
 
 
-def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_and_no_interpreter(step, monkeypatch):
     cfg, features, weights, bufs = step
     if bufs.keys.is_cuda:
         pytest.skip("there is a GPU")
@@ -267,28 +232,22 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
         launch_drafter(cfg, features, weights, bufs)
 
 
-TOO_LARGE = {"hidden": 16_400, "head_dim": 258, "draft_vocab": 262_145, "depth": 11, "num_slots": 17, "top_k": 17}
-TOO_LARGE |= {"max_positions": 131_072 + 257, "total_tokens": 129}
-ODD = {"hidden": 72, "intermediate": 40, "num_heads": 3, "head_dim": 15, "draft_vocab": 2, "num_slots": 0}
-KINDS = {"kind": "medusa", "dtype": torch.float64, "weight_dtype": torch.int8}
-
-
-@pytest.mark.parametrize(("field", "value"), [*TOO_LARGE.items(), *ODD.items(), *KINDS.items()])
-def test_dimensions(step: Problem, field: str, value: object) -> None:
-    with raises(UsageError):
+def test_dimensions(step):
+    large = {"hidden": 16_400, "head_dim": 258, "draft_vocab": 262_145, "depth": 11, "num_slots": 17, "top_k": 17}
+    large |= {"max_positions": 131_072 + 257, "total_tokens": 129}
+    odd = {"hidden": 72, "intermediate": 40, "num_heads": 3, "head_dim": 15, "draft_vocab": 2, "num_slots": 0}
+    kinds = {"kind": "medusa", "dtype": torch.float64, "weight_dtype": torch.int8}
+    for field, value in (*large.items(), *odd.items(), *kinds.items()):
         others = {"dtype": {"weight_dtype": value}, "total_tokens": {"top_k": 10}}.get(field, {})
-        check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
+        with raises(UsageError):
+            check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
 
 
-def test_fp8_before_sm_89(step: Problem) -> None:
-    cfg = replace(step[0], weight_dtype=torch.float8_e4m3fn)
-    with raises_with(DrafterError, "FP8", "sm_89", "sm_80"):
-        choose_launch(cfg, KNOWN_CHIPS[80])
-    assert choose_launch(cfg, KNOWN_CHIPS[89]).num_programs == 128
-
-
-def test_fp8_multiplies_32_numbers_at_a_time(step: Problem) -> None:
+def test_fp8_needs_sm_89_and_multiplies_32_numbers_at_a_time(step):
     fp8 = replace(step[0], weight_dtype=torch.float8_e4m3fn)
+    with raises_with(DrafterError, "FP8", "sm_89", "sm_80"):
+        choose_launch(fp8, KNOWN_CHIPS[80])
+    assert choose_launch(fp8, KNOWN_CHIPS[89]).num_programs == 128
     assert (fp8.hidden, fp8.intermediate, fp8.num_heads) == (64, 96, 4)
     for changed, field, found in (
         ({"hidden": 80, "feature_width": 240}, "hidden", 80),

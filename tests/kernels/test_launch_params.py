@@ -2,22 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from eagle_slim.runtime import DrafterConfig, DrafterError, TreeConfig, UsageError, Weights
-from eagle_slim.runtime.drafter import tuned_cache
-from eagle_slim.runtime.drafter.launch_params import (
-    LaunchParams,
-    block_rows,
-    chip_of,
-    choose_launch,
-    choose_layout,
-    chunk_inputs,
-    group_rows,
-    stage_bytes,
-)
+from eagle_slim.runtime.drafter import launch_params, tuned_cache
+from eagle_slim.runtime.drafter.launch_params import chip_of, choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key, open_tuned_cache, read_shapes
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from kernels.chips import KNOWN_CHIPS
@@ -26,11 +16,13 @@ from support.raising import raises
 from support.sweeps import sweep
 
 TREE = TreeConfig(5, 10, 60)
+LAYOUT = '{"layouts": {"GPU/eagle3-h8/t": {"num_programs": 1, "split": {}, "chunks": {}}}, '
+EMPTY = LAYOUT + '"launches": {"GPU/eagle3-h8-v9/t": %s}}'
 
 
 @pytest.mark.parametrize("chip", sweep(KNOWN_CHIPS, 90))
 @pytest.mark.parametrize("model", MODELS)
-def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_vocabularies(model: str, chip: int) -> None:
+def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_vocabularies(model, chip):
     for slots in (1, 3, 8, 16):
         for weight_dtype in (torch.bfloat16, torch.float8_e4m3fn)[: 1 if chip < 89 else 2]:
             cfg = draft_config(MODELS[model], 32000, TREE, slots, 512, weight_dtype=weight_dtype)
@@ -38,14 +30,14 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
             other = draft_config(MODELS[model], 4096, TreeConfig(3, 1, 4), 2, 9000, weight_dtype=weight_dtype)
             assert params.layout == choose_launch(other, KNOWN_CHIPS[chip]).layout
             assert params.num_programs == KNOWN_CHIPS[chip].num_sms
-            assert set(params.tiles) == set(chunk_inputs(cfg))
+            assert set(params.tiles) == set(launch_params.chunk_inputs(cfg))
             for name, tile in params.tiles.items():
-                assert all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
+                assert all(size % tile.block_k == 0 for size in launch_params.chunk_inputs(cfg)[name])
                 assert tile.block_n & (tile.block_n - 1) == 0
                 copies = 2 if name == "mlp" else 1
                 rows = 16 * (1 << (slots - 1).bit_length())
                 stage = tile.block_k * (copies * tile.block_n * weight_dtype.itemsize + rows * 2)
-                assert stage_bytes(cfg, name, tile) == stage
+                assert launch_params.stage_bytes(cfg, name, tile) == stage
                 assert stage * tile.stages <= KNOWN_CHIPS[chip].shared_bytes
                 assert tile.stages > 1
                 assert name == "head" or params.layout.chunks[name] % tile.block_k == 0
@@ -53,30 +45,22 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
                 assert 1 <= split <= 4
                 assert params.num_programs % split == 0
                 if split > 1 and slots == 1:
-                    assert group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+                    assert (
+                        launch_params.group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+                    )
 
 
-@pytest.mark.parametrize(
-    ("slots", "top_k", "rows"),
-    [(1, 1, 16), (2, 1, 32), (4, 1, 64), (4, 16, 64), (5, 3, 64), (16, 1, 64), (16, 4, 64), (16, 5, 128), (9, 10, 256)],
-)
-def test_rows_of_a_product_are_those_of_a_level(slots: int, top_k: int, rows: int) -> None:
-    """But for those up to 64 that cost nothing, and at most 16 of each sequence."""
-    cfg = draft_config(MODELS["smollm2-135m"], 32000, TreeConfig(1, top_k, 3), slots, 512)
-    assert block_rows(cfg) == rows
-
-
-def test_groups_of_programs() -> None:
+def test_groups_of_programs():
     """Llama-3.1-8B on 132 SMs: 4096 rows over 33 groups of 4 are 125, 6144 over 66 groups of 2 are 94."""
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
     params = choose_launch(cfg, KNOWN_CHIPS[90])
     assert params.layout.split == {"fc": 4, "qkv": 2, "o": 4, "down": 4}
-    assert [group_rows(cfg, name, params.layout.split[name], 132) for name in ("o", "qkv")] == [125, 94]
+    assert [launch_params.group_rows(cfg, name, params.layout.split[name], 132) for name in ("o", "qkv")] == [125, 94]
     small = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
     assert set(choose_launch(small, KNOWN_CHIPS[90]).layout.split.values()) == {1}
 
 
-def test_the_cache_round_trips(tmp_path: Path) -> None:
+def test_the_cache_round_trips(tmp_path):
     path = tmp_path / "tuned.json"
     cfg, chip = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90]
     cache = TunedCache(path)
@@ -88,18 +72,15 @@ def test_the_cache_round_trips(tmp_path: Path) -> None:
     again = TunedCache(path)
     assert again.find(cfg, chip) == (tuned, True)
     assert list(tmp_path.iterdir()) == [path]
-    assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json())), tuned.layout) == tuned
-
-
-def test_a_head_in_another_layout_cannot_use_what_is_tuned(tmp_path: Path) -> None:
-    chip, cache = KNOWN_CHIPS[90], TunedCache(tmp_path / "tuned.json")
+    assert launch_params.LaunchParams.from_json(json.loads(json.dumps(tuned.to_json())), tuned.layout) == tuned
+    # A head in another layout cannot use what is tuned.
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
     cache.store(cfg, chip, choose_launch(cfg, chip))
-    other = replace(choose_layout(cfg, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
+    other = replace(launch_params.choose_layout(cfg, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
     assert cache.find(cfg, chip, other) == (choose_launch(cfg, chip, other), False)
 
 
-def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_recorded_for_the_tuner(tmp_path, monkeypatch):
     path, chip = tmp_path / "shapes.json", KNOWN_CHIPS[90]
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     cfg = draft_config(MODELS["smollm2-135m"], 4096, TREE, 4, 512, weight_dtype=torch.float8_e4m3fn)
@@ -131,18 +112,18 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
         cache.find(replace(cfg, num_slots=2), chip)
 
 
-def test_the_key_holds_what_speed_depends_on() -> None:
+def test_the_key_holds_what_speed_depends_on():
     base = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
     chip = KNOWN_CHIPS[90]
     alone = {"draft_vocab": 16000, "weight_dtype": torch.float8_e4m3fn, "num_slots": 2, "intermediate": 2048}
-    others = [replace(base, **{name: value}) for name, value in alone.items()]  # type: ignore[arg-type]
+    others = [replace(base, **{name: value}) for name, value in alone.items()]
     others.append(replace(base, dtype=torch.float16, weight_dtype=torch.float16))
     keys = {cache_key(cfg, chip) for cfg in (base, *others)} | {cache_key(base, KNOWN_CHIPS[80])}
     assert len(keys) == 7
     assert cache_key(replace(base, max_positions=9000), chip) == cache_key(base, chip)
 
 
-def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_looks_parameters_up(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     head = random_head()
     tree = TreeConfig(1, 2, 5)
@@ -156,12 +137,8 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not packed.launches(DrafterConfig.of(head, tree, 2, 20))[1]
 
 
-LAYOUT = '{"layouts": {"GPU/eagle3-h8/t": {"num_programs": 1, "split": {}, "chunks": {}}}, '
-EMPTY = LAYOUT + '"launches": {"GPU/eagle3-h8-v9/t": %s}}'
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', EMPTY % "{}", EMPTY % '{"tiles": {}}'])
-def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_kind(text, tmp_path, monkeypatch):
     (tmp_path / "tuned.json").write_text(text)
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     with raises(DrafterError, option="EAGLE_SLIM_TUNED"):
@@ -169,7 +146,7 @@ def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_documented_shapes_are_tuned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_shapes_are_tuned(name, monkeypatch):
     monkeypatch.setenv("EAGLE_SLIM_TUNED", "")
     documented = {"llama-3.1-8b": 32000, "llama-3.3-70b": 32000, "smollm2-135m": 16384}
     chip, tree = replace(KNOWN_CHIPS[90], name=name), TreeConfig(5, 10, 60)

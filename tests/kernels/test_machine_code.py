@@ -24,13 +24,10 @@ def test_operands_are_kept_until_their_products_have_ended(left: str, found: lis
     assert overwritten_operands(listing(LOAD, NUMBER, WIDEN, FIRST, SECOND, WAIT.format(left))) == found
 
 
-def test_a_load_of_four_registers_overwrites_the_last_of_them() -> None:
+def test_a_load_of_four_registers_overwrites_the_last_and_products_of_shared_memory_hold_none() -> None:
     load = "LDSM.16.M88.4 R112, [R162]"
     assert overwritten_operands(listing(load, FIRST, SECOND, WAIT.format("0x1"))) == [load]
     assert overwritten_operands(listing(load, FIRST, SECOND, WAIT.format("0x0"))) == []
-
-
-def test_products_of_shared_memory_hold_no_registers() -> None:
     product = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR24], R56, gsb0"
     assert overwritten_operands(listing("MOV R113, R1", product, WAIT.format("0x1"))) == []
 

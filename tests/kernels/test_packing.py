@@ -1,22 +1,10 @@
-"""Weights as one stream per program: who owns which row; rounding to FP8, of weights and of what they multiply."""
+"""Rounding to FP8, of weights and of what they multiply."""
 
 import torch
 import triton
 import triton.language as tl
-from eagle_slim.runtime.drafter.kernels.packing import assign_rows, chunk_size, quantize_rows, rows_per_program
+from eagle_slim.runtime.drafter.kernels.packing import quantize_rows
 from eagle_slim.runtime.drafter.kernels.weight_stream import store_activation
-
-
-def test_worked_example_of_who_owns_which_row() -> None:
-    rows = torch.tensor([0, 1, 2, 3, 4]) + 10
-    assert assign_rows(rows, 2).tolist() == [[10, 11, 12], [13, 14, 0]]
-    assert assign_rows(rows, 2, dealt=True).tolist() == [[10, 12, 14], [11, 13, 0]]
-    assert assign_rows(rows, 2, dealt=True, rows=4).tolist() == [[10, 12, 14, 0], [11, 13, 0, 0]]
-    assert (rows_per_program(5, 2), rows_per_program(4, 2), rows_per_program(1, 132)) == (3, 2, 1)
-
-
-def test_chunk_size() -> None:
-    assert [chunk_size(size, 64) for size in (4096, 576, 96, 48, 16, 24)] == [64, 64, 32, 16, 16, 0]
 
 
 def test_fp8_error_is_bounded() -> None:

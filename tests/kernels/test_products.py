@@ -9,6 +9,7 @@ from eagle_slim.runtime.target.kernels import products
 from eagle_slim.runtime.target.kernels.product_kernels import ProductTiles
 from eagle_slim.runtime.target.kernels.products import HeadRows, Norm, NormedRows
 from kernels.tolerances import OP_ATOL
+from support.sweeps import sweep
 from torch import Tensor
 
 SIXTEEN = [
@@ -34,6 +35,8 @@ FP8 = [
     ProductTiles(64, 128, 32, 4, 3, sums_all_splits=True),
     ProductTiles(128, 128, 64, 8, 3, sums_all_splits=True),
 ]
+SPLITS = [("bf16", None), ("bf16", ONE_PROGRAM), ("by blocks", FP8[-2])]
+MORE_SPLITS = [("by row", None), ("by row", FP8[-2]), ("by blocks", None)]
 # A step of products with scales of columns has 128 of them.
 FP8_BY_ROW = [
     *FP8,
@@ -152,8 +155,6 @@ CASES = [
     (192, (4, 2, 16), 72, False),
     (4096, (32, 8, 128), 14336, False),
 ]
-
-
 TWINS = {(torch.float32, ""): [THIRTY_TWO[-1]], (torch.float16, ""): [ONE_PROGRAM, BULK]}
 TWINS |= {(dtype, "by row"): [FP8_BY_ROW[-1]] for dtype in (torch.float16, torch.bfloat16)}
 TWINS |= {(dtype, "by blocks"): [FP8[-1]] for dtype in (torch.float16, torch.bfloat16)}
@@ -200,19 +201,10 @@ def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) ->
             assert torch.equal(rows.residual[0].float(), (matrix[:, column] * 0.25).to(dtype).float()), (column, tiles)
 
 
-@pytest.mark.parametrize(
-    ("how", "tiles"),
-    [
-        ("bf16", None),
-        ("bf16", ONE_PROGRAM),
-        ("by blocks", FP8[-2]),
-        pytest.param("by row", None, marks=pytest.mark.slow),
-        pytest.param("by row", FP8[-2], marks=pytest.mark.slow),
-        pytest.param("by blocks", None, marks=pytest.mark.slow),
-    ],
-)
-def test_splits_of_long_products(device: str, how: str, tiles: ProductTiles | None) -> None:
+@pytest.mark.parametrize("case", sweep([*SPLITS, *MORE_SPLITS], *SPLITS))
+def test_splits_of_long_products(device: str, case: tuple[str, ProductTiles | None]) -> None:
     """K in splits, added by the program that is done last, or by one program after another."""
+    how, tiles = case
     layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 32, False)
     layer = layer if how == "bf16" else in_fp8(layer, how)
     assert products.product_shape(layer.qkv).splits == 4

@@ -1,8 +1,6 @@
 """A head is packed once, whatever number of slots, tree, length and draft vocabulary it drafts with."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +18,19 @@ TREE = TreeConfig(2, 3, 8)
 
 
 @pytest.fixture
-def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    made: list[int] = []
-    pack = packing.pack_head
+def packings(monkeypatch):
+    """Draft vocabularies of the heads that have been packed."""
+    sizes, pack = list[int](), packing.pack_head
 
-    def counted(head: Any, *arguments: Any) -> Any:
-        made.append(head.draft_vocab)
+    def counted(head, *arguments):
+        sizes.append(head.draft_vocab)
         return pack(head, *arguments)
 
     monkeypatch.setattr(packing, "pack_head", counted)
-    return made
+    return sizes
 
 
-def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
+def test_one_packing_for_a_model(tmp_path, packings):
     target, head = tiny_target("llama"), write_head(tmp_path)
     ranked = DraftVocab(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)).numpy(), 1, VOCAB)
     loaded = SpeculativeModel.from_pretrained(open_target(target, target_backend="fused"), head, draft_vocab=ranked)
@@ -42,7 +40,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     drafter = Drafter(loaded.drafter.weights, TREE, "triton", SharedPacking(loaded.drafter.weights, order))
     model = SpeculativeModel(loaded.target, drafter, opened=loaded.opened)
 
-    def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
+    def allocate(model, slots, tokens):
         decoder = model._decoders.get(slots, tokens, model.drafter.tree)
         assert decoder.drafts.drafter is not None
         assert decoder.drafts.drafter.cfg.draft_vocab == model.draft_vocab
@@ -59,7 +57,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     assert packings == [VOCAB, 10]
 
 
-def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[int], device: str) -> None:
+def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings, device):
     """Against the reference over these rows alone."""
     head, tree = random_head(device=device), TreeConfig(1, 3, 8)
     order = torch.randperm(head.draft_vocab, generator=torch.Generator().manual_seed(2)).to(device)
@@ -102,7 +100,7 @@ def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: st
         assert drafter.cfg.with_tree(drafter.tree).num_tokens == own.cfg.num_tokens == wide.cfg.num_tokens
 
 
-def test_trees_beyond_the_bound_are_refused() -> None:
+def test_trees_beyond_the_bound_are_refused():
     drafter = Drafter(random_head(), TreeConfig(2, 3, 12)).on_slots(1, 30)
     for tree in (TreeConfig(3, 3, 12), TreeConfig(2, 3, 13), TreeConfig(2, 2, 8)):
         with raises(UsageError, option="tree"):

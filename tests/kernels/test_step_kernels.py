@@ -1,7 +1,6 @@
 """The kernels around a step's products against their twins: norms and rotation of pairs, rows and acceptance."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,15 +10,14 @@ from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.target.kernels import tree_rows
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
-from eagle_slim.runtime.tree import DraftTree, Trees, layout_tree
+from eagle_slim.runtime.tree import Trees, layout_tree
 from kernels.tolerances import OP_ATOL
-from torch import Tensor
 
 # bf16 stores are truncated in the interpreter, so a last place may differ there.
 DTYPES = [torch.float32, torch.float16]
 
 
-def random_parents(nodes: int, width: int, seed: int = 0) -> Tensor:
+def random_parents(nodes, width, seed=0):
     """A random tree whose paths have at most ``width`` nodes: int64 [nodes]."""
     generator = random.Random(seed)
     parents, depth = [-1], [0]
@@ -30,13 +28,13 @@ def random_parents(nodes: int, width: int, seed: int = 0) -> Tensor:
     return torch.tensor(parents)
 
 
-def fields_of(tree: DraftTree, device: str) -> list[Tensor]:
+def fields_of(tree, device):
     return [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (7, 96), (3, 1000)])
-def test_norm_rows(device: str, dtype: torch.dtype, rows: int, hidden: int) -> None:
+def test_norm_rows(device, dtype, rows, hidden):
     x = torch.randn(rows, hidden, dtype=dtype, device=device)
     weight = torch.randn(hidden, dtype=dtype, device=device)
     results = []
@@ -70,7 +68,7 @@ def test_rotate_append(device, dtype, heads, kv_heads, head_dim, with_extras):
 
 
 @pytest.mark.parametrize(("nodes", "places"), [(1, 1), (7, 3), (60, 2), (65, 1), (128, 2)])
-def test_tree_rows(device: str, nodes: int, places: int) -> None:
+def test_tree_rows(device, nodes, places):
     slots = 4
     parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
     tree = layout_tree(torch.randint(0, 99, (slots, nodes)), parents, path_width=7)
@@ -88,7 +86,7 @@ def test_tree_rows(device: str, nodes: int, places: int) -> None:
     assert torch.equal(found.attention.tree_mask()[0].cpu(), mask)
 
 
-def assert_equal_rows(found: ForwardRows, wanted: ForwardRows) -> None:
+def assert_equal_rows(found, wanted):
     for name in ("tokens", "positions", "kv_rows"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("slots", "counts", "paths", "depths"):
@@ -97,7 +95,7 @@ def assert_equal_rows(found: ForwardRows, wanted: ForwardRows) -> None:
 
 
 @pytest.mark.parametrize(("length", "size", "nodes"), [(0, 8, 8), (0, 3, 8), (8, 30, 8), (24, 30, 8), (0, 300, 512)])
-def test_prompt_chunks(device: str, length: int, size: int, nodes: int) -> None:
+def test_prompt_chunks(device, length, size, nodes):
     results = []
     for begin, lay_out, end in (
         (prompt_chunks.begin_prompt, prompt_chunks.chunk_rows, prompt_chunks.end_chunk),
@@ -126,7 +124,7 @@ def test_prompt_chunks(device: str, length: int, size: int, nodes: int) -> None:
     assert rows.pair_rows[:count].tolist() == [length + row if length + row + 1 < size else -1 for row in range(count)]
 
 
-def some_state(slots: int, device: str, running: list[int], num_eos: int = 2) -> SlotState:
+def some_state(slots, device, running, num_eos=2):
     state = SlotState.allocate(slots, num_eos, device)
     state.lengths.copy_(torch.arange(slots) * 3 + 4)
     state.num_new.fill_(2)
@@ -138,7 +136,7 @@ def some_state(slots: int, device: str, running: list[int], num_eos: int = 2) ->
     return state
 
 
-def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
+def assert_equal_states(found, wanted):
     for name in found._fields:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
@@ -175,7 +173,7 @@ def test_ends_in_the_middle_of_a_path(device, walk, eos, most, kept, ended):
 
 
 @pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
-def test_plain_steps_keep_what_the_drafter_has_not_taken(device: str, walk: Callable[..., None]) -> None:
+def test_plain_steps_keep_what_the_drafter_has_not_taken(device, walk):
     state = some_state(2, device, [1])
     state.new_tokens[1, :2] = torch.tensor([5, 6])
     root = torch.full((2, 1), -1, dtype=torch.int64, device=device)
@@ -193,7 +191,7 @@ def test_plain_steps_keep_what_the_drafter_has_not_taken(device: str, walk: Call
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 1), (7, 4), (60, 7), (128, 12)])
-def test_acceptance_equals_its_twins(device: str, nodes: int, width: int) -> None:
+def test_acceptance_equals_its_twins(device, nodes, width):
     slots, places = 4, 4
     parents = torch.stack([random_parents(nodes, width, seed) for seed in range(slots)])
     tree = layout_tree(torch.randint(0, 5, (slots, nodes)), parents, path_width=width)

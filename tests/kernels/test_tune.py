@@ -1,40 +1,37 @@
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from eagle_slim.runtime import DrafterError, TreeConfig, UsageError, tune
 from eagle_slim.runtime.drafter import tuned_cache
-from eagle_slim.runtime.drafter.launch_params import INTERPRETER, LaunchParams, choose_launch, choose_layout
+from eagle_slim.runtime.drafter.launch_params import INTERPRETER, choose_launch, choose_layout
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key
 from eagle_slim.runtime.drafter.tuning import precompile, timing
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
-from eagle_slim.runtime.ops import Launches
 from kernels.chips import KNOWN_CHIPS
-from support.raising import raises, raises_with
+from support.raising import exit_code, raises, raises_with
 
 CHIP = KNOWN_CHIPS[90]
 TINY = Dims(32, 32, 2, 1, 16, 100)
 CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
 
 
-def choose(times: Callable[[LaunchParams], float], seconds: float = 1e9) -> tuple[LaunchParams, list[tune.Trial]]:
+def choose(times, seconds=1e9):
     clock = [seconds]
 
-    def measure(_cfg: object, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
+    def measure(_cfg, derived, variant):
         clock[0] -= 1
         return times(derived), times(variant)
 
     return tune.tune(CFG, *tune.trials_of(CFG, CHIP, choose_layout(CFG, CHIP)), measure, lambda: clock[0])
 
 
-def test_the_fastest_variant_is_chosen() -> None:
+def test_the_fastest_variant_is_chosen():
     derived = choose_launch(CFG, CHIP)
 
-    def times(params: LaunchParams) -> float:
+    def times(params):
         return 1000 - 30 * (params.part_keys == 128) - 20 * (params.block_keys == 32)
 
     best, trials = choose(times)
@@ -44,17 +41,15 @@ def test_the_fastest_variant_is_chosen() -> None:
     assert first == derived
     assert len(tried) == len(trials) - 1
     assert list(tune.trials_of(CFG, CHIP, derived.layout, num_variants=2)[1]) == list(tried)[:2]
+    # Noise changes nothing, and it stops in time.
+    assert choose(lambda params: 1000 - 4 * (params.part_keys == 128))[0] == derived
+    assert 2 <= len(choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)[1]) <= 5
 
 
-def test_noise_changes_nothing() -> None:
-    best, _ = choose(lambda params: 1000 - 4 * (params.part_keys == 128))
-    assert best == choose_launch(CFG, CHIP)
-
-
-def test_wrong_and_unbuildable_variants_lose() -> None:
+def test_wrong_and_unbuildable_variants_lose():
     OutOfResources = type("OutOfResources", (Exception,), {})  # as Triton names it
 
-    def times(params: LaunchParams) -> float:
+    def times(params):
         if params.part_keys == 128:
             raise DrafterError("the draft is wrong")
         if params.block_keys == 32:
@@ -65,26 +60,21 @@ def test_wrong_and_unbuildable_variants_lose() -> None:
     assert best == choose_launch(CFG, CHIP)
     assert {trial.fault for trial in trials} == {"", "the draft is wrong", "OutOfResources: shared memory"}
 
-    def broken(params: LaunchParams) -> float:
+    def broken(params):
         raise DrafterError("no")
 
     with raises(DrafterError):
         choose(broken)
 
 
-def test_it_stops_in_time() -> None:
-    _, trials = choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)
-    assert 2 <= len(trials) <= 5
-
-
-def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_shapes_are_tuned_head_by_head(tmp_path, monkeypatch):
     """Those of 90 launches before those of 20, the most launched of a head first."""
     path = tmp_path / "shapes.json"
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
     two, four = (replace(CFG, num_slots=count) for count in (2, 4))
     launched = (two, 1), (four, 11), (CFG, 2), (replace(four, depth=1), 6), (small, 90)
-    counts: Launches = Counter({((CHIP, cfg), False): launches for cfg, launches in launched})
+    counts = Counter({((CHIP, cfg), False): launches for cfg, launches in launched})
     counts[(KNOWN_CHIPS[100], CFG), False] = 500
     monkeypatch.setattr(tuned_cache, "ALL_LAUNCHES", counts)
     TunedCache(tmp_path / "none.json").find(replace(CFG, draft_vocab=4096), CHIP)
@@ -100,15 +90,13 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
         tune.recorded_configurations(path, KNOWN_CHIPS[80])
 
 
-def test_it_tunes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tunes_once(tmp_path, monkeypatch, capsys):
     shapes, tuned = tmp_path / "shapes.json", tmp_path / "tuned.json"
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(shapes))
     TunedCache(tmp_path / "none.json").find(CFG, CHIP)
     asked = ["--from-shapes", str(shapes), "--out", str(tuned)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        tune.main(asked)
-    assert stopped.value.code == 1
+    assert exit_code(tune.main, asked) == 1
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -116,18 +104,14 @@ def test_it_tunes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
     for more, said in (([], "1 of 1 drafts tuned"), ([], "0 of 0 drafts tuned"), (["--again"], "1 of 1 drafts tuned")):
-        with pytest.raises(SystemExit) as stopped:
-            tune.main([*asked, *more])
-        assert stopped.value.code == 0
+        assert exit_code(tune.main, [*asked, *more]) == 0
         assert said in capsys.readouterr().out
     assert TunedCache(tuned).find(CFG, CHIP)[1]
-    with pytest.raises(SystemExit) as stopped:
-        tune.main([*asked, "--out", str(shapes / "tuned.json")])
-    assert stopped.value.code == 2
+    assert exit_code(tune.main, [*asked, "--out", str(shapes / "tuned.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_every_variant_drafts_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_drafts_right(monkeypatch):
     """The real measurement, where a graph is the call itself: it would refuse a wrong draft."""
     monkeypatch.setattr(tune, "capture", lambda run: lambda: None)
     monkeypatch.setattr(tune, "PREFIX", 16)
@@ -139,14 +123,14 @@ def test_every_variant_drafts_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(timer(cfg, derived, changed)) > 0
 
 
-def test_variants_are_timed_in_turn() -> None:
-    order: list[str] = []
+def test_variants_are_timed_in_turn():
+    order = []
     times = timing.interleave({name: partial(order.append, name) for name in "ab"}, torch.device("cpu"), 3)
     assert "".join(order) == "ab" * 5
     assert [len(times[name]) for name in "ab"] == [3, 3]
 
 
-def test_compiling_ahead_needs_more_than_one_kernel() -> None:
+def test_compiling_ahead_needs_more_than_one_kernel():
     assert precompile.compile_all([], 90, 1.0) == []
     cfg = draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
     cases = [precompile.LaunchCase(TINY, cfg, choose_launch(cfg, INTERPRETER))]

@@ -38,13 +38,8 @@ class LoraLinear(nn.Module):
         self.scaling, self.active = {"default": 1.0, "other": 1.0}, "default"
         self.eval()
 
-    @property
-    def weight(self) -> Any:
-        return self.base_layer.weight
-
-    @property
-    def bias(self) -> Any:
-        return self.base_layer.bias
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + self.lora_B[self.active](self.lora_A[self.active](x)) * self.scaling[self.active]
@@ -217,10 +212,14 @@ def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
     module.__class__ = type(f"Steered{own.__name__}", (own,), members)
 
 
-def steered_by_an_attribute(module: Any, tensor: Tensor) -> Steering:
-    steer(module, lambda self: self.vector)
-    module.vector = tensor
-    return lambda new: setattr(module, "vector", new), lambda: module.vector
+def steered_by_an_attribute(of: Callable[[Any], Any]) -> Callable[[Any, Tensor], Steering]:
+    def act(module: Any, tensor: Tensor) -> Steering:
+        steer(module, lambda self: self.vector)
+        owner = of(module)
+        owner.vector = tensor
+        return functools.partial(setattr, owner, "vector"), lambda: owner.vector
+
+    return act
 
 
 def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable[[Any, Tensor], Steering]:
@@ -235,12 +234,6 @@ def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable
         return put, read
 
     return act
-
-
-def steered_by_a_class(module: Any, tensor: Tensor) -> Steering:
-    steer(module, lambda self: self.vector)
-    type(module).vector = tensor
-    return lambda new: setattr(type(module), "vector", new), lambda: type(module).vector
 
 
 def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
@@ -301,13 +294,13 @@ def steered_by_an_array(module: Any, tensor: Tensor) -> Steering:
 
 
 STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
-    "attribute": steered_by_an_attribute,
+    "attribute": steered_by_an_attribute(lambda module: module),
     "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
     "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
     "dataclass": steered_by_what_is_held(make_dataclass("Dataclass", ["tensor"]), "tensor"),
     "dataclass with slots": steered_by_what_is_held(make_dataclass("Slotted", ["tensor"], slots=True), "tensor"),
     "object": steered_by_what_is_held(Holder, "tensor"),
-    "class": steered_by_a_class,
+    "class": steered_by_an_attribute(type),
     "closure of a hook": steered_by_a_closure,
     "list in a closure": steered_by_a_list_in_a_closure,
     "default of a hook": steered_by_a_default,

@@ -23,11 +23,8 @@ def random_head(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(target_vocab, generator=generator)[:draft_vocab].sort().values
     biased = {"fc": hidden} if kind == "eagle" else {}
-    if qkv_bias:
-        biased |= {
-            f"self_attn.{name}_proj": size * head_dim
-            for name, size in zip("qkv", (heads, kv_heads, kv_heads), strict=True)
-        }
+    for name, size in zip("qkv" if qkv_bias else "", (heads, kv_heads, kv_heads), strict=False):
+        biased[f"self_attn.{name}_proj"] = size * head_dim
     tensors = dict(whole.tensors)
     for name, size in biased.items():
         tensors[f"{name}.bias"] = (torch.randn(size, generator=generator) * size**-0.5).to(device, dtype)

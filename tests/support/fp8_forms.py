@@ -1,7 +1,5 @@
 """Published forms of weights in FP8: their settings, and how a matrix becomes one, worked out block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

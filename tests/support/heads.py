@@ -62,17 +62,17 @@ def target_lm_head(folder: Path) -> torch.Tensor:
     return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
 
-def layer_shapes(prefix: str, inputs: int, head_norms: bool = False) -> dict[str, tuple[int, ...]]:
+def layer_shapes(prefix, inputs, head_norms=False, hidden=HIDDEN) -> dict[str, tuple[int, ...]]:
     """Shapes of the matrices of a decoder layer, and of norms of q and k; q, k and v take vectors of `inputs`."""
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
         "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
         "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.o_proj": (hidden, HEADS * HEAD_DIM),
         **({f"self_attn.{name}_norm": (HEAD_DIM,) for name in "qk"} if head_norms else {}),
-        "mlp.gate_proj": (MIDDLE, HIDDEN),
-        "mlp.up_proj": (MIDDLE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, MIDDLE),
+        "mlp.gate_proj": (MIDDLE, hidden),
+        "mlp.up_proj": (MIDDLE, hidden),
+        "mlp.down_proj": (hidden, MIDDLE),
     }
     return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
 
@@ -152,12 +152,8 @@ def spelled(name: str, spelling: Spelling) -> str:
 def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
     outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
     verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
-    config: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-    }
-    config["speculators_config"] = {"algorithm": "eagle3", "verifier": verifier}
+    config: dict[str, Any] = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    config |= {"speculators_version": "0.9.0", "speculators_config": {"algorithm": "eagle3", "verifier": verifier}}
     config["transformer_layer_config"] = {key: value for key, value in flat.items() if key not in outer}
     return config | {key: flat[key] for key in outer if key in flat}
 

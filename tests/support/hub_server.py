@@ -10,9 +10,11 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,11 +29,6 @@ _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
 
 def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def bytes_of(content: Content) -> bytes:
-    data = content.read_bytes() if isinstance(content, Path) else content
-    return data.encode() if isinstance(data, str) else data
 
 
 @dataclass
@@ -124,12 +121,15 @@ class HubServer:
             server.close_connections()
             server.server_close()
 
-    def add_model(self, repo_id: str, files: Files, **options: Any) -> str:
-        """Add a model, or a commit to it; returns the commit. Options: gated, branch."""
-        return self._add("model", repo_id, files, **options)
+    def _add(self, kind: str, repo_id: str, files: Files, gated: bool = False, branch: str = "main") -> str:
+        """Add a repository, or a commit to it; returns the commit."""
+        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
+        read = {name: content.read_bytes() if isinstance(content, Path) else content for name, content in files.items()}
+        return repo.commit(
+            {name: data.encode() if isinstance(data, str) else data for name, data in read.items()}, branch
+        )
 
-    def add_dataset(self, repo_id: str, files: Files, **options: Any) -> str:
-        return self._add("dataset", repo_id, files, **options)
+    add_model, add_dataset = partialmethod(_add, "model"), partialmethod(_add, "dataset")
 
     def inject(self, name: str, fault: Fault) -> None:
         """Let requests for the content of files whose path ends in `name` go wrong."""
@@ -148,10 +148,6 @@ class HubServer:
 
     def headers_without(self, name: str) -> tuple[str, ...]:
         return next((fault.without for suffix, fault in self.faults if name.endswith(suffix)), ())
-
-    def _add(self, kind: str, repo_id: str, files: Files, gated: bool = False, branch: str = "main") -> str:
-        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
-        return repo.commit({name: bytes_of(content) for name, content in files.items()}, branch)
 
 
 class _Server(ThreadingHTTPServer):
@@ -244,9 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self.send(404, {"error": "Not Found"})
 
-    def send(
-        self, status: int, value: Any = None, headers: Mapping[str, str] | None = None, break_after: int | None = None
-    ) -> None:
+    def send(self, status, value=None, headers=None, break_after=None):
         body = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
         self.send_response(status)
         if not isinstance(value, bytes):
@@ -370,8 +364,6 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
 
     They read the environment when they are imported, so their constants are replaced, and restored afterwards.
     """
-    import sys
-
     import transformers.utils.hub as transformers_hub
     from huggingface_hub import close_session, constants
 

@@ -17,10 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, position: int, frequencies: list[float]) -> Tensor:
     """One head's vector [head_dim] at one position: pairs (i, i + their number) turned by position * frequency i."""
-    half = len(frequencies)
-    out = x.clone()
-    for i in range(half):
-        angle = position * frequencies[i]
+    half, out = len(frequencies), x.clone()
+    for i, frequency in enumerate(frequencies):
+        angle = position * frequency
         a, b = x[..., i], x[..., i + half]
         out[..., i] = a * math.cos(angle) - b * math.sin(angle)
         out[..., i + half] = b * math.cos(angle) + a * math.sin(angle)
@@ -72,8 +71,7 @@ class Naive:
             values.append(heads("v", w.num_kv_heads))
         results = []
         for position, query in enumerate(queries):
-            mixed = []
-            window = sliding_window_overlay(w.sliding_window or len(queries))
+            window, mixed = sliding_window_overlay(w.sliding_window or len(queries)), []
             seen = [j for j in range(position + 1) if window(0, 0, position, j) or j < w.window_sinks]
             # The sinks move up to the window.
             moved = position + 1 - len(seen)
@@ -118,8 +116,7 @@ class Naive:
         root_output = self.outputs(base, tokens)[-1]
         hidden = [self.carry(root_output)]
         level = [(score, token, -1, hidden, [token]) for score, token in self.children(root_output, k)]
-        candidates = list(level)
-        frontier = list(enumerate(level))
+        candidates, frontier = list(level), list(enumerate(level))
         for _ in range(tree.depth):
             offset = len(candidates)
             level = []

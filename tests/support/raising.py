@@ -1,7 +1,7 @@
 """Expect an error by its class and the names its message holds, so that a reworded message breaks no test."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
@@ -29,6 +29,13 @@ def raises_with(kind: type[EagleSlimError], *words: str) -> Iterator[pytest.Exce
 def raises(kind: type[EagleSlimError], option: str = "") -> AbstractContextManager[pytest.ExceptionInfo]:
     """Pass if the block raises ``kind`` (or a subclass) with a message that names the option."""
     return raises_with(kind, option)
+
+
+def exit_code(command: Callable[..., object], *arguments: object) -> int:
+    """Run a command in this process and return the exit code that it ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        command(*arguments)
+    return stopped.value.code
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import uvicorn
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.serve.app import ServeOptions, Service
+from eagle_slim.runtime.serve.app import Service
 
 OURS = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "return_token_ids")
 """Fields beside OpenAI's."""
@@ -25,14 +25,18 @@ class Served:
     url: str
     stack: ExitStack
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self.service.engine.running or self.service.engine.waiting)
+
     def client(self, api_key: str = "none", timeout: float = 300) -> openai.OpenAI:
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=timeout)
         return self.stack.enter_context(client)
 
 
 @contextmanager
-def serving(load: Callable[[], SpeculativeModel], options: ServeOptions | None = None) -> Iterator[Served]:
-    service = Service(load, options or ServeOptions(max_slots=4))
+def serving(load: Callable[[], SpeculativeModel], **options: Any) -> Iterator[Served]:
+    service = Service(load, **{"slots": 4, **options})
     server = uvicorn.Server(uvicorn.Config(service.app(), port=0, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()

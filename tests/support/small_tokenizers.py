@@ -22,12 +22,8 @@ def byte_level_bpe(vocab_size: int = 360, added: list[str] | None = None) -> Tok
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=MARKERS if added is None else added,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"vocab_size": vocab_size, "special_tokens": MARKERS if added is None else added, "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
     tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer
 

@@ -1,12 +1,11 @@
 """Tiny random targets and draft heads: seconds to build, peaked enough that greedy has no near-ties."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from support.heads import eagle3_config, layer_shapes, write_model
 from torch import Tensor, nn
 
 VOCAB = 24
@@ -23,11 +22,13 @@ EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_inte
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 64}
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 1.0}
+GPT_OSS |= {"sliding_window": WINDOW, "rope_parameters": {**YARN_ROPE, "rope_theta": 10000.0, "truncate": False}}
 
 
 def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
     """A random causal LM in fp32: "llama", "qwen2" (mixed windows), "qwen3", "mistral" (window in all layers), or
-    "qwen3moe", all of whose layers have experts."""
+    "qwen3moe" and "gptoss", all of whose layers have experts."""
     import transformers
 
     torch.manual_seed(seed)
@@ -39,10 +40,14 @@ def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
         "qwen3": ("Qwen3", {"head_dim": 16}),
         "mistral": ("Mistral", {"sliding_window": WINDOW}),
         "qwen3moe": ("Qwen3Moe", EXPERTS),
+        "gptoss": ("GptOss", GPT_OSS),
     }[kind]
     config = getattr(transformers, f"{name}Config")(**{**more, **sizes})
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     widen(model.named_parameters())
+    for path, parameter in model.named_parameters() if kind == "gptoss" else ():
+        if path.endswith(("bias", "sinks")):
+            nn.init.normal_(parameter, std=0.5)
     return model.eval()
 
 
@@ -58,27 +63,16 @@ def widen(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 def write_head(folder, kind="eagle3", seed=1, draft_ids=None, taps=3, vocab=VOCAB, hidden=HIDDEN, extra=None, **config):
     """Write a random head as its authors would: ``draft_ids`` gives it an LM head and a map, in that order."""
-    heads, kv_heads, head_dim, middle = 4, 2, 8, 48
-    width = 2 * hidden if kind == "eagle3" else hidden
-    layer = "midlayer." if kind == "eagle3" else "layers.0."
-    projections = {f"{layer}self_attn.{name}_proj": n for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, (taps if kind == "eagle3" else 2) * hidden),
-        **{f"{name}.weight": (count * head_dim, width) for name, count in projections.items()},
-        f"{layer}self_attn.o_proj.weight": (hidden, heads * head_dim),
-        f"{layer}mlp.gate_proj.weight": (middle, hidden),
-        f"{layer}mlp.up_proj.weight": (middle, hidden),
-        f"{layer}mlp.down_proj.weight": (hidden, middle),
-        f"{layer}post_attention_layernorm.weight": (hidden,),
-    }
-    if kind == "eagle3":
-        shapes |= {"midlayer.input_layernorm.weight": (hidden,), "midlayer.hidden_norm.weight": (hidden,)}
-        shapes["norm.weight"] = (hidden,)
-    else:
+    is_eagle3, rows = kind == "eagle3", len(draft_ids or range(vocab))
+    layer = "midlayer." if is_eagle3 else "layers.0."
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, (taps if is_eagle3 else 2) * hidden)}
+    shapes |= layer_shapes(layer, 2 * hidden if is_eagle3 else hidden, hidden=hidden)
+    norms = [f"{layer}{name}" for name in ("post_attention_layernorm", "input_layernorm", "hidden_norm")] + ["norm"]
+    shapes |= {f"{name}.weight": (hidden,) for name in (norms if is_eagle3 else norms[:1])}
+    if not is_eagle3:
         shapes["fc.bias"] = (hidden,)
-    if config.get("attention_bias"):
-        shapes |= {f"{name}.bias": (count * head_dim,) for name, count in projections.items()}
-    rows = len(draft_ids) if draft_ids else vocab
+    for name in "qkv" if config.get("attention_bias") else "":
+        shapes[f"{layer}self_attn.{name}_proj.bias"] = shapes[f"{layer}self_attn.{name}_proj.weight"][:1]
     if draft_ids:
         shapes["lm_head.weight"] = (rows, hidden)
     torch.manual_seed(seed)
@@ -91,18 +85,10 @@ def write_head(folder, kind="eagle3", seed=1, draft_ids=None, taps=3, vocab=VOCA
     if draft_ids:
         tensors["d2t"] = torch.tensor(draft_ids) - torch.arange(rows)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(draft_ids), True)
-    settings: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "float32"}
-    settings["architectures"] = ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"]
-    settings |= {"hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": 1, "vocab_size": vocab}
-    settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    settings |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256}
-    settings["attention_bias"] = False
-    if kind == "eagle3":
-        settings["draft_vocab_size"] = rows
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings | config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
+    sizes = {"vocab_size": vocab, "draft_vocab_size": rows if is_eagle3 else ..., "hidden_size": hidden}
+    sizes["architectures"] = ["LlamaForCausalLMEagle3" if is_eagle3 else "LlamaForCausalLMEagle"]
+    settings = eagle3_config(torch.float32, **sizes, max_position_embeddings=256)
+    return write_model(folder, settings | config, tensors)
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

@@ -20,12 +20,15 @@ _HIDDEN = 32
 
 STAND_INS = {"stand-in eagle3": ("eagle3", 24), "stand-in eagle3 full": ("eagle3", 48), "stand-in eagle": ("eagle", 48)}
 REAL = {
-    "llama eagle3": ("Llama", "eagle3", 64), "llama eagle3 full": ("Llama", "eagle3", None),
-    "qwen3 eagle3": ("Qwen3", "eagle3", 64), "llama eagle": ("Llama", "eagle", None),
-    "qwen2 eagle": ("Qwen2", "eagle", None), "mixtral eagle": ("Mixtral", "eagle", None),
+    "llama eagle3": ("Llama", "eagle3", 64),
+    "llama eagle3 full": ("Llama", "eagle3", None),
+    "qwen3 eagle3": ("Qwen3", "eagle3", 64),
+    "llama eagle": ("Llama", "eagle", None),
+    "qwen2 eagle": ("Qwen2", "eagle", None),
+    "mixtral eagle": ("Mixtral", "eagle", None),
     "llama 3.1 eagle3": ("Llama", "eagle3", 64, LLAMA3_ROPE),
     "llama linear eagle3": ("Llama", "eagle3", 64, {"type": "linear", "factor": 2.0}),
-}  # fmt: skip
+}
 NEEDS_UPSTREAM = pytest.mark.skipif(
     UPSTREAM is None, reason="EAGLE_SLIM_UPSTREAM names no clone of SafeAILab/EAGLE (docs/upstream.md)"
 )

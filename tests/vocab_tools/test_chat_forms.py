@@ -29,51 +29,43 @@ def counted(template: str, tokens: str, messages: Messages, eos: str | None = No
 
 
 ASK = "{% if add_generation_prompt %}"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+
+
+def chat(turn: str, prompt: str, begin: str = "") -> str:
+    """A template that writes a turn for each message, and a generation prompt where one is asked for."""
+    return begin + "{% for m in messages %}" + turn + "{% endfor %}" + (ASK + prompt + "{% endif %}" if prompt else "")
+
+
+CHATML = chat(
+    "<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for p in m.content %}{{ p.text if p.type == 'text' }}{% endfor %}{% endif %}"
-    "{% for c in m.tool_calls or [] %}"
-    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}" + ASK + "<|im_start|>assistant\n{% endif %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments|tojson }}</call>{% endfor %}"
+    "<|im_end|>\n",
+    "<|im_start|>assistant\n",
 )
 CHATML_TOKENS = "<|im_start|> <call> </call> <|im_end|>"
 
+TEXT, SAID, THOUGHT = {"type": "text", "text": "ωω"}, ["ωω<|im_end|>"], ["ωω<|im_end|>", "+κκ"]
+WRITTEN = '<call>λ {"v": "μμμ"}</call><|im_end|>'
+OF_LANGCHAIN = {"name": "λ", "args": {"v": "μμμ"}, "id": "t", "type": "tool_call"}
 PLACES = {
-    "text of the Responses API": (says([{"type": "output_text", "text": "ωω"}]), ["ωω<|im_end|>"]),
-    "a part without a type": (says([{"text": "ωω"}]), ["ωω<|im_end|>"]),
+    "text of the Responses API": (says([{"type": "output_text", "text": "ωω"}]), SAID),
+    "a part without a type": (says([{"text": "ωω"}]), SAID),
     "a list of strings": (says(["ω", "ω"]), ["ω\nω<|im_end|>"]),
-    "Gemini's parts": ({"role": "model", "parts": [{"text": "ωω"}]}, ["ωω<|im_end|>"]),
-    "Gemini's call": (
-        {"role": "model", "parts": [{"functionCall": {"name": "λ", "args": {"v": "μμμ"}}}]},
-        ['<call>λ {"v": "μμμ"}</call><|im_end|>'],
-    ),
-    "a thought as a part": (
-        says([{"type": "thinking", "thinking": "κκ"}, {"type": "text", "text": "ωω"}]),
-        ["ωω<|im_end|>", "+κκ"],
-    ),
-    "a thought in parts": (
-        says([{"type": "thinking", "thinking": [{"type": "text", "text": "κκ"}]}, {"type": "text", "text": "ωω"}]),
-        ["ωω<|im_end|>", "+κκ"],
-    ),
-    "reasoning details": (
-        says("ωω", reasoning_details=[{"type": "reasoning.text", "text": "κκ"}]),
-        ["ωω<|im_end|>", "+κκ"],
-    ),
+    "Gemini's parts": ({"role": "model", "parts": [{"text": "ωω"}]}, SAID),
+    "Gemini's call": ({"role": "model", "parts": [{"functionCall": {"name": "λ", "args": {"v": "μμμ"}}}]}, [WRITTEN]),
+    "a thought as a part": (says([{"type": "thinking", "thinking": "κκ"}, TEXT]), THOUGHT),
+    "a thought in parts": (says([{"type": "thinking", "thinking": [{"type": "text", "text": "κκ"}]}, TEXT]), THOUGHT),
+    "reasoning details": (says("ωω", reasoning_details=[{"type": "reasoning.text", "text": "κκ"}]), THOUGHT),
     "a call as a part": (
-        says([{"type": "text", "text": "ωω"}, {"type": "tool_use", "id": "t", "name": "λ", "input": {"v": "μμμ"}}]),
-        ['ωω<call>λ {"v": "μμμ"}</call><|im_end|>'],
+        says([TEXT, {"type": "tool_use", "id": "t", "name": "λ", "input": {"v": "μμμ"}}]),
+        [f"ωω{WRITTEN}"],
     ),
-    "LangChain's calls": (
-        says("", tool_calls=[{"name": "λ", "args": {"v": "μμμ"}, "id": "t", "type": "tool_call"}]),
-        ['<call>λ {"v": "μμμ"}</call><|im_end|>'],
-    ),
-    "a refusal": (says(None, refusal="ωω"), ["ωω<|im_end|>"]),
-    "a refusal as a part": (says([{"type": "refusal", "refusal": "ωω"}]), ["ωω<|im_end|>"]),
-    "what was said aloud": (says(None, audio={"id": "a", "transcript": "ωω"}), ["ωω<|im_end|>"]),
-    "an image beside the text": (
-        says([{"type": "image_url", "image_url": {"url": "data:zz"}}, {"type": "text", "text": "ωω"}]),
-        ["ωω<|im_end|>"],
-    ),
+    "LangChain's calls": (says("", tool_calls=[OF_LANGCHAIN]), [WRITTEN]),
+    "a refusal": (says(None, refusal="ωω"), SAID),
+    "a refusal as a part": (says([{"type": "refusal", "refusal": "ωω"}]), SAID),
+    "what was said aloud": (says(None, audio={"id": "a", "transcript": "ωω"}), SAID),
+    "an image beside the text": (says([{"type": "image_url", "image_url": {"url": "data:zz"}}, TEXT]), SAID),
 }
 
 
@@ -87,69 +79,57 @@ def test_words_are_found_wherever_an_assistant_has_them(message: dict[str, Any],
     assert [piece.text for piece in apart] == [words[1:] for words in expected if words[0] == "+"]
 
 
-LLAMA = (
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-    "{% endfor %}" + ASK + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+LLAMA = chat(
+    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
 )
-GEMMA = (
-    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
-    "<end_of_turn>\n{% endfor %}" + ASK + "<start_of_turn>model\n{% endif %}"
+GEMMA = chat(
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n",
+    "<start_of_turn>model\n",
 )
-MISTRAL = (
-    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+MISTRAL = chat(
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}", "", "<s>"
 )
-PHI = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    + ASK
-    + "<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+PHI = chat("<|{{ m.role }}|>\n{{ m.content }}<|end|>\n", "<|assistant|>\n{% else %}{{ eos_token }}")
+KIMI = chat(
+    "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>",
+    "<|im_assistant|>assistant<|im_middle|>",
 )
-KIMI = (
-    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
-    + ASK
-    + "<|im_assistant|>assistant<|im_middle|>{% endif %}"
+DEEPSEEK = chat(
+    "{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>"
+    "{% else %}{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}",
+    "",
 )
-DEEPSEEK = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>"
-    "{% else %}{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}"
+GLM = chat("<|{{ m.role }}|>\n{{ m.content }}", "<|assistant|>\n", "[gMASK]<sop>")
+COHERE = chat(
+    "<|START|><|{{ m.role }}|>{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>"
+    "{% else %}{{ m.content }}{% endif %}<|END|>",
+    "<|START|><|assistant|>",
 )
-GLM = (
-    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    + ASK
-    + "<|assistant|>\n{% endif %}"
+KIMI_3 = chat(
+    "{{ o('message ' + m.role) }}{% if m.role == 'assistant' %}{{ o('response') }}{{ m.content }}{{ c('response') }}"
+    "{% else %}{{ m.content }}{% endif %}{{ c('message') }}<|eom|>",
+    "{{ o('message assistant') }}",
+    "{% macro o(t) %}<|open|>{{ t }}<|sep|>{% endmacro %}{% macro c(t) %}<|close|>{{ t }}<|sep|>{% endmacro %}",
 )
-COHERE = (
-    "{% for m in messages %}<|START|><|{{ m.role }}|>{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}"
-    "<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|END|>{% endfor %}"
-    + ASK
-    + "<|START|><|assistant|>{% endif %}"
+KIMI_3_TURN = "<|open|>response<|sep|>{}<|close|>response<|sep|><|close|>message<|sep|><|eom|>"
+APERTUS = chat(
+    "{% if m.role == 'assistant' %}{% if not ns.open %}<|a|>{% set ns.open = true %}{% endif %}{{ m.content }}"
+    "{% else %}{% if ns.open %}<|/a|>{% set ns.open = false %}{% endif %}<|u|>{{ m.content }}<|/u|>{% endif %}",
+    "<|a|>",
+    "{% set ns = namespace(open=false) %}",
 )
-KIMI_3 = (
-    "{% macro o(t) %}<|open|>{{ t }}<|sep|>{% endmacro %}{% macro c(t) %}<|close|>{{ t }}<|sep|>{% endmacro %}"
-    "{% for m in messages %}{{ o('message ' + m.role) }}{% if m.role == 'assistant' %}"
-    "{{ o('response') }}{{ m.content }}"
-    "{{ c('response') }}{% else %}{{ m.content }}{% endif %}{{ c('message') }}<|eom|>{% endfor %}"
-    + ASK
-    + "{{ o('message assistant') }}{% endif %}"
+APRIEL = chat(
+    "{% if m.role == 'assistant' %}<|a|>\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
+    "{{ '\n<|end|>\n' if not loop.last }}{% else %}<|u|>\n{{ m.content }}\n{% endif %}",
+    "<|a|>\n",
 )
-APERTUS = (
-    "{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if not ns.open %}<|a|>{% set ns.open = true %}{% endif %}{{ m.content }}{% else %}"
-    "{% if ns.open %}<|/a|>{% set ns.open = false %}{% endif %}<|u|>{{ m.content }}<|/u|>{% endif %}{% endfor %}"
-    + ASK
-    + "<|a|>{% endif %}"
-)
-APRIEL = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|a|>\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
-    "{{ '\n<|end|>\n' if not loop.last }}{% else %}<|u|>\n{{ m.content }}\n{% endif %}{% endfor %}"
-    + ASK
-    + "<|a|>\n{% endif %}"
-)
-PLAIN = "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endfor %}"
-ZEPHYR = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
-MARKED = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\n{%- generation %} {{ m.content }}</s>"
-    "{% endgeneration -%}\n{% else %}{{ m.content }}{% endif %}{% endfor %}" + ASK + "<|assistant|>{% endif %}"
+PLAIN = chat("{{ m.role | capitalize }}: {{ m.content }}\n\n", "")
+ZEPHYR = chat("<|{{ m.role }}|>\n{{ m.content }}</s>\n", "")
+MARKED = chat(
+    "<|{{ m.role }}|>{% if m.role == 'assistant' %}\n{%- generation %} {{ m.content }}</s>{% endgeneration -%}\n"
+    "{% else %}{{ m.content }}{% endif %}",
+    "<|assistant|>",
 )
 
 ENDS = {
@@ -158,21 +138,14 @@ ENDS = {
     "Mistral": (MISTRAL, "<s> [INST] [/INST] </s>", [" A</s>", " ω</s>"]),
     "Phi 3": (PHI, "<|user|> <|assistant|> <|end|> <|endoftext|>", ["A<|end|>", "ω<|end|>"]),
     "Kimi K2": (KIMI, "<|im_user|> <|im_assistant|> <|im_middle|> <|im_end|>", ["A<|im_end|>", "ω<|im_end|>"]),
-    "Kimi K3": (
-        KIMI_3,
-        "<|open|> <|close|> <|sep|> <|eom|>",
-        [
-            f"<|open|>response<|sep|>{answer}<|close|>response<|sep|><|close|>message<|sep|><|eom|>"
-            for answer in ("A", "ω")
-        ],
-    ),
+    "Kimi K3": (KIMI_3, "<|open|> <|close|> <|sep|> <|eom|>", [KIMI_3_TURN.format(answer) for answer in "Aω"]),
     "DeepSeek": (DEEPSEEK, "<|User|> <|Assistant|> <|eos|>", ["A<|eos|>", "ω<|eos|>"]),
     "GLM": (GLM, "[gMASK] <sop> <|user|> <|assistant|> <|endoftext|>", ["A", "ω"]),
     "GLM, whose next header ends a turn": (GLM, "[gMASK] <sop> <|assistant|> <|user|>", ["A<|user|>", "ω"]),
     "Command R": (
         COHERE,
         "<|START|> <|user|> <|assistant|> <|START_RESPONSE|> <|END_RESPONSE|> <|END|>",
-        [f"<|START_RESPONSE|>{answer}<|END_RESPONSE|><|END|>" for answer in ("A", "ω")],
+        [f"<|START_RESPONSE|>{answer}<|END_RESPONSE|><|END|>" for answer in "Aω"],
     ),
     "Apertus": (APERTUS, "<|a|> <|u|> <|/u|> <|/a|>", ["A<|/a|>", "ω"]),
     "Apriel": (APRIEL, "<|a|> <|u|> <|end|>", ["A\n<|end|>", "ω"]),
@@ -232,27 +205,28 @@ def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped(first: An
 def test_variables_of_a_template_are_given() -> None:
     thought = "{% if thinking and m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}"
     template = CHATML.replace("\n{% if", f"\n{thought}{{% if", 1)
-    chat = [USER, says("ωω", reasoning_content="κκ")]
-    assert counted(template, CHATML_TOKENS, chat) == ["ωω<|im_end|>", "+κκ"]
-    assert counted(template, CHATML_TOKENS, chat, thinking=True) == ["<t>κκ</t>ωω<|im_end|>"]
+    messages = [USER, says("ωω", reasoning_content="κκ")]
+    assert counted(template, CHATML_TOKENS, messages) == ["ωω<|im_end|>", "+κκ"]
+    assert counted(template, CHATML_TOKENS, messages, thinking=True) == ["<t>κκ</t>ωω<|im_end|>"]
 
 
 def test_thoughts_stand_in_parts_where_a_template_looks_for_them_there() -> None:
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.content is string %}"
-        "{{ m.content }}</s>{% else %}{% for p in m.content %}{% if p.type == 'thinking' %}"
-        "[THINK]{{ p.thinking }}[/THINK]"
-        "{% else %}{{ p.text }}{% endif %}{% endfor %}</s>{% endif %}{% endfor %}"
-    ).replace("[INST]{{ m.content }}", "[INST]{{ m.content if m.content is string else m.content[0].text }}")
+    template = chat(
+        "{% if m.role == 'user' %}[INST]{{ m.content if m.content is string else m.content[0].text }}[/INST]"
+        "{% elif m.content is string %}{{ m.content }}</s>{% else %}{% for p in m.content %}"
+        "{% if p.type == 'thinking' %}[THINK]{{ p.thinking }}[/THINK]{% else %}{{ p.text }}{% endif %}{% endfor %}</s>"
+        "{% endif %}",
+        "",
+    )
     tokens = "[INST] [/INST] [THINK] [/THINK] </s>"
     assert counted(template, tokens, [USER, says("ωω", reasoning="κκ")]) == ["[THINK]κκ[/THINK]ωω</s>"]
     shown = "m.content | tojson if m.content is not string else m.content"
-    writing = "{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</s>{% endfor %}"
+    writing = chat(f"<{{{{ m.role }}}}>{{{{ {shown} }}}}</s>", "")
     assert counted(writing + "{# 'thinking' #}", "</s>", [USER, says("ωω", reasoning="κκ")]) == ["ωω</s>", "+κκ"]
 
 
 def test_a_template_that_shows_nothing_or_calls_itself_loses_no_word() -> None:
-    chat = [USER, says("ωω", reasoning="κκ", tool_calls=[CALL])]
+    messages = [USER, says("ωω", reasoning="κκ", tool_calls=[CALL])]
     apart = ["+κκ", "ωω", '{"name": "λ", "arguments": {"v": "μμμ"}}']
-    assert counted("{% for m in messages %}<s>{{ m.role }}</s>{% endfor %}", "<s> </s>", chat) == apart
-    assert counted("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "</s>", chat) == apart
+    assert counted(chat("<s>{{ m.role }}</s>", ""), "<s> </s>", messages) == apart
+    assert counted("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "</s>", messages) == apart

@@ -120,23 +120,19 @@ AS_JSON = '<call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.ar
 SPELLED = '<call>{"name": "get", "arguments": {"city": "Paris"}}</call>'
 KEYS = "{% for k, v in c.function.arguments.items() %}{{ c.function.name }} {{ k }}={{ v }}{% endfor %}"
 AS_TEXT, NAME = "{{ c.function.name + ' ' + c.function.arguments }}", "{{ c.function.name }} "
+AS_ITS_JSON = "{{ c.function.arguments | tojson }}"
+CONTENTS = ["{{ m.content }}", "{{ m.content + '' }}", "{% if m.content is none %}{% else %}{{ m.content }}{% endif %}"]
 CALLING = {
     "objects written as JSON": (AS_JSON, SPELLED),
     "keys and values": (f"<call>{KEYS}</call>", "<call>get city=Paris</call>"),
     "JSON text": (f"<call>{AS_TEXT}</call>", '<call>get {"city": "Paris"}</call>'),
-    "closed by a special token": (
-        "<channel>" + NAME + "{{ c.function.arguments | tojson }}<fin>",
-        '<channel>get {"city": "Paris"}<fin>',
-    ),
+    "closed by a special token": (f"<channel>{NAME}{AS_ITS_JSON}<fin>", '<channel>get {"city": "Paris"}<fin>'),
 }
 
 
 @pytest.mark.parametrize(("spelling", "expected"), CALLING.values(), ids=CALLING)
 @pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}'], ids=["object", "text"])
-@pytest.mark.parametrize(
-    "content",
-    ["{{ m.content }}", "{{ m.content + '' }}", "{% if m.content is none %}{% else %}{{ m.content }}{% endif %}"],
-)
+@pytest.mark.parametrize("content", CONTENTS)
 def test_a_missing_content_beside_tool_calls_is_no_word(spelling, expected, arguments, content):
     tokenizer = words(CALLS.replace("CONTENT", content).replace("CALL", spelling))
     for told in ({"content": None}, {"content": ""}, {}):
@@ -161,15 +157,12 @@ def test_a_template_that_asks_for_no_content_beside_tool_calls() -> None:
 
 def test_calls_of_sharegpt_and_of_openais_old_form_become_tool_calls() -> None:
     tokenizer = words(CALLS.replace("CONTENT", "{{ m.content }}").replace("CALL", AS_JSON))
-    function = {"name": "get", "arguments": {"city": "Paris"}}
-    sharegpt = [{"from": "human", "value": "Hi there please"}, {"from": "function_call", "value": json.dumps(function)}]
-    sharegpt += [{"from": "observation", "value": "sunny"}, {"from": "gpt", "value": "ok"}]
-    old = [
-        {"role": "user", "content": "Hi there please"},
-        {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": '{"city": "Paris"}'}},
-        {"role": "function", "name": "get", "content": "sunny"},
-        {"role": "assistant", "content": "ok"},
-    ]
+    function = json.dumps({"name": "get", "arguments": {"city": "Paris"}})
+    said = (("human", "Hi there please"), ("function_call", function), ("observation", "sunny"), ("gpt", "ok"))
+    sharegpt = [{"from": speaker, "value": value} for speaker, value in said]
+    called = {"content": None, "function_call": {"name": "get", "arguments": '{"city": "Paris"}'}}
+    old = [*turn("Hi"), {"role": "assistant", **called}, {"role": "function", "name": "get", "content": "sunny"}]
+    old += turn("Hi", "ok")[1:]
     for messages in (sharegpt, old):
         assert counted(tokenizer, messages) == split(SPELLED + "<end>", "ok<end>")
         result = normalise_messages(messages)[2]
@@ -179,21 +172,15 @@ def test_calls_of_sharegpt_and_of_openais_old_form_become_tool_calls() -> None:
     assert unread == turn("Hi", "get Paris")
 
 
-THINKING = (
-    "{% for m in messages %}<user>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>\n"
-    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<end>\n{% endfor %}" + PROMPT
-)
-
-
 def test_thoughts_that_the_history_drops_are_counted_in_their_own_turn() -> None:
+    thinking = "{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    template = LOOP + thinking + "{{ m.content }}<end>\n" + CLOSE
     messages = turn("Hi", "Paris", "and", "Berlin")
     for key in ("reasoning_content", "thinking", "reasoning"):
         told = [{**message, key: "thought"} if message["role"] == "assistant" else message for message in messages]
         expected = [f"<think>\nthought\n</think>\n\n{answer}<end>" for answer in ("Paris", "Berlin")]
-        assert counted(words(THINKING), told) == split(*expected)
-
-
-def test_a_thought_in_the_content_begins_with_what_the_prompt_opened() -> None:
+        assert counted(words(template), told) == split(*expected)
+    # In the content one begins with what the prompt opened.
     messages = turn("Hi", "<think>\nmore thought\n</think>\nParis")
     assert counted(words(OPENS_A_THOUGHT), messages) == split("more thought\n</think>\nParis<end>")
 
@@ -258,9 +245,8 @@ def test_a_token_that_reaches_into_the_prompt_does_not_count() -> None:
     backend = Tokenizer(models.BPE({"\n": 0, "a": 1, "b": 2, "\n\n": 3, "<s>": 4, "</s>": 5}, [("\n", "\n")]))
     backend.pre_tokenizer = pre_tokenizers.Split(r"b", behavior="isolated")
     backend.add_special_tokens(["<s>", "</s>"])
-    template = (
-        "{% for m in messages %}<s>a\n{{ m['content'] }}</s>\n{% endfor %}"
-        "{% if add_generation_prompt %}<s>a\n{% endif %}"
+    template = "{% for m in messages %}<s>a\n{{ m.content }}</s>\n{% endfor %}" + PROMPT.replace(
+        "<user>assistant", "<s>a"
     )
     tokenizer = LoadedTokenizer(backend, "tiny", chat_templates={"default": template})
     assert counted(tokenizer, turn("b", "ab")) == [["a", "b", "</s>"]]
@@ -308,11 +294,16 @@ def test_pieces_have_the_tokens_of_the_whole_rendering(contents: list[str], syst
 
 
 def test_templates_run_in_a_sandbox_at_a_fixed_date() -> None:
-    tokenizer = with_template("{{ ''.__class__.__mro__[1].__subclasses__() }}", "<s>")
-    with pytest.raises(ChatError):
-        ChatTemplate(chat_spec(tokenizer)).render(turn("a"))
-    dated = with_template("{{ strftime_now('%Y-%m-%d') }}", "<s>")
-    assert ChatTemplate(chat_spec(dated)).render(turn("a")) == "2024-07-26"
+    def render(template: str) -> str:
+        return ChatTemplate(chat_spec(with_template(template, "<s>"))).render(turn("<ä>"))
+
+    for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
+        with pytest.raises(ChatError):
+            render(attack)
+    assert render("{{ strftime_now('%Y-%m-%d') }}") == "2024-07-26"
+    assert render("{%- for m in messages %}{{ m | tojson }}{% continue %}{% endfor %}") == (
+        '{"role": "user", "content": "<ä>"}'
+    )
 
 
 def test_a_template_for_tools_alone_gets_an_empty_list_of_them() -> None:

@@ -8,53 +8,52 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import CorpusSource, TokenCounts, count_tokens, encoding, merge_counts, records
+from eagle_slim.vocab_tools import CorpusSource, count_tokens, encoding, merge_counts, records
 from eagle_slim.vocab_tools.errors import CorpusError, EagleSlimError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.workers import draws
 from support.programs import need_processes
 from support.tokenizers import WORDS, llama3_like, smollm2
 
 
-def write_jsonl(path: Path, texts: list[str]) -> Path:
+def write_jsonl(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return path
 
 
-def some_texts(count: int, seed: int = 0) -> list[str]:
+def some_texts(count, seed=0):
     draw = random.Random(seed)
     words = WORDS.split(" ")
     return [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(count)]
 
 
-def naive(texts: list[str]) -> list[int]:
-    counter: Counter[int] = Counter()
+def naive(texts):
+    counter = Counter()
     for text in texts:
         counter.update(llama3_like().backend.encode(text, add_special_tokens=False).ids)
     return [counter[token_id] for token_id in range(llama3_like().vocab_size)]
 
 
-def count(*sources: Path | CorpusSource, **arguments: Any) -> TokenCounts:
+def count(*sources, **arguments):
     named = [source if isinstance(source, CorpusSource) else CorpusSource(str(source)) for source in sources]
     return count_tokens(named, llama3_like(), **{"workers": 0, **arguments})
 
 
-def everything(counts: TokenCounts, source: int = 0) -> list[int]:
+def everything(counts, source=0):
     found = counts.sources[source]
     held_out = [] if found.held_out is None else found.held_out.token_ids
     return (found.counts + np.bincount(held_out, minlength=counts.vocab_size)).tolist()
 
 
-def of_documents(counts: TokenCounts) -> Counter[tuple[int, ...]]:
+def of_documents(counts):
     held_out = counts.sources[0].held_out
     return Counter(tuple(document.tolist()) for document in held_out.documents)
 
 
-def test_held_out_documents_are_whole_and_not_counted(tmp_path: Path) -> None:
+def test_held_out_documents_are_whole_and_not_counted(tmp_path):
     texts = some_texts(2000)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     counts = count(path, held_out=0.1)
@@ -71,14 +70,14 @@ def test_held_out_documents_are_whole_and_not_counted(tmp_path: Path) -> None:
     assert of_documents(other) != kept
 
 
-def test_which_documents_are_held_out_does_not_change() -> None:
+def test_which_documents_are_held_out_does_not_change():
     """Counts that were published are merged with later ones."""
     hashes = np.array([0, 1, 2**63], np.uint64)
     assert draws(hashes, 0).tolist() == pytest.approx([0.0, 0.3381666012719898, 0.14749805011688957])
     assert draws(hashes, 3).tolist() == pytest.approx([0.026433771592597816, 0.9710027535867963, 0.3814471959558805])
 
 
-def test_counts_of_parts_add_up_to_the_counts_of_the_whole(tmp_path: Path) -> None:
+def test_counts_of_parts_add_up_to_the_counts_of_the_whole(tmp_path):
     for name, seed in (("a", 0), ("b", 1), ("c", 2)):
         write_jsonl(tmp_path / f"{name}.jsonl", some_texts(200, seed))
 
@@ -95,13 +94,13 @@ def test_counts_of_parts_add_up_to_the_counts_of_the_whole(tmp_path: Path) -> No
             merge_counts(parts)
 
 
-def test_workers_blocks_and_compression_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_blocks_and_compression_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", 5000)
     texts = some_texts(300)
     plain = write_jsonl(tmp_path / "a.jsonl", texts)
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    arguments: dict[str, Any] = {"held_out": 0.1, "tokenizer_library": "tokenizers"}
+    arguments = {"held_out": 0.1, "tokenizer_library": "tokenizers"}
     whole = count(plain, **arguments)
     assert everything(whole) == naive(texts)
     provenance = whole.sources[0].provenance
@@ -115,7 +114,7 @@ def test_workers_blocks_and_compression_change_nothing(tmp_path: Path, monkeypat
     assert of_documents(other) == of_documents(whole)
 
 
-def test_limits_fall_on_the_same_document_in_any_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_fall_on_the_same_document_in_any_blocks(tmp_path, monkeypatch):
     texts = some_texts(120)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     lengths = [len(llama3_like().backend.encode(text).ids) for text in texts]
@@ -129,7 +128,7 @@ def test_limits_fall_on_the_same_document_in_any_blocks(tmp_path: Path, monkeypa
         assert counts.sources[0].provenance["ended_by_limit"] is True
 
 
-def test_a_bad_line_behind_the_limit_is_not_met(tmp_path: Path) -> None:
+def test_a_bad_line_behind_the_limit_is_not_met(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
     path.write_text(path.read_text() + "broken\n" + json.dumps({"text": "end"}) + "\n")
     counts = count(CorpusSource(str(path), max_documents=20))
@@ -138,10 +137,10 @@ def test_a_bad_line_behind_the_limit_is_not_met(tmp_path: Path) -> None:
         count(CorpusSource(str(path), max_documents=21))
 
 
-def test_the_seed_draws_samples(tmp_path: Path) -> None:
+def test_the_seed_draws_samples(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(1000)])
 
-    def sampled(seed: int) -> int:
+    def sampled(seed):
         counts = count(CorpusSource(str(path), sample=0.2), seed=seed, held_out=0)
         return int(counts.sources[0].provenance["documents"])
 
@@ -151,7 +150,7 @@ def test_the_seed_draws_samples(tmp_path: Path) -> None:
     assert len(set(drawn)) > 1
 
 
-def test_skipped_records_are_told_and_long_texts_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_records_are_told_and_long_texts_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(encoding, "MAX_TEXT_CHARS", 100)
     # Cut before spaces, where this tokenizer starts a new word anyway.
@@ -162,7 +161,7 @@ def test_skipped_records_are_told_and_long_texts_cut(tmp_path: Path, monkeypatch
     lines.insert(31, '{"text": "half \\ud800 pair"}')
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
-    told: list[str] = []
+    told = []
     counts = count(path, on_error="skip", notify=told.append)
     assert everything(counts) == naive(good)
     assert counts.sources[0].provenance["skipped_records"] == 3
@@ -172,7 +171,7 @@ def test_skipped_records_are_told_and_long_texts_cut(tmp_path: Path, monkeypatch
     assert "3 records skipped in total" in said
 
 
-def test_sources_that_do_not_fit(tmp_path: Path) -> None:
+def test_sources_that_do_not_fit(tmp_path):
     source = CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", ["x"])))
     tokenizer = llama3_like()
     for sources, loaded, held_out, words in (
@@ -186,16 +185,12 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
             count_tokens(sources, loaded, held_out=held_out)
     with pytest.raises(UsageError, match="messages is set by each rendering"):
         tokenizer.with_chat_template(kwargs={"messages": []})
-
-
-def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": ""}\nbroken\n')
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\nbroken\n')
     with pytest.raises(CorpusError, match=r"Empty documents: 1; records skipped: 1"):
-        count(path, on_error="skip")
+        count(source, on_error="skip")
 
 
-def test_without_shared_memory_one_process_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_one_process_is_advised(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(4))
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", mock.Mock(side_effect=OSError(38, "No shm")))
     with pytest.raises(EagleSlimError, match=r"No shm.*--workers 0"):
@@ -222,7 +217,7 @@ RUN = """
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: signal.Signals) -> None:
+def test_workers_end_with_the_process_that_started_them(tmp_path, by):
     need_processes()
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
     script = tmp_path / "run.py"
@@ -236,7 +231,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: sign
         assert process.returncode != 0
 
 
-def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path: Path) -> None:
+def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path):
     question = {"role": "user", "content": "Hi"}
     chats = [
         [question, {"role": "assistant", "content": "Hello!"}],
@@ -246,13 +241,13 @@ def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path: P
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
-    def count(**settings: Any) -> tuple[list[int], list[str]]:
-        told: list[str] = []
+    def count(**settings):
+        told = []
         options = {"workers": 0, "held_out": 0, "notify": told.append, "tokenizer_library": "tokenizers"}
         counts = count_tokens([CorpusSource(str(path), **settings)], smollm2(), **options)
         return counts.sources[0].counts.tolist(), told
 
-    def ids(*texts: str) -> list[int]:
+    def ids(*texts):
         encodings = smollm2().backend.encode_batch(list(texts), add_special_tokens=False)
         found = [token_id for encoding in encodings for token_id in encoding.ids]
         return np.bincount(found, minlength=smollm2().vocab_size).tolist()

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +7,11 @@ from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts, me
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from safetensors.torch import save_file as save_torch_file
+from safetensors.torch import save as save_torch
 from support.token_counts import source, token_counts
 
 
-def test_weights_are_shares_whatever_the_size() -> None:
+def test_weights_are_shares_whatever_the_size():
     counts = TokenCounts((source([8, 0, 0], name="chat", weight=3), source([0, 1, 1], name="code")), None)
     # 10 tokens in all; chat gets 3/4 of them, code 1/4, spread over two ids.
     assert counts.weighted().tolist() == [7.5, 1.25, 1.25]
@@ -32,7 +31,7 @@ def test_weights_are_shares_whatever_the_size() -> None:
             counts.weighted(weights)
 
 
-def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
+def test_generated_ids_are_added_as_a_source_of_their_own():
     corpus = TokenCounts((source([50, 40, 0, 1], name="chat"),), "h")
     once = corpus.add([3, 3, 0]).add(iter([2]))
     found = {each.name: each.counts.tolist() for each in once.sources}
@@ -48,7 +47,7 @@ def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
         corpus.add([3]).add([3])
 
 
-def test_bad_counts_are_refused() -> None:
+def test_bad_counts_are_refused():
     for make, words in (
         (lambda: source([1, -2]), "from 0 on, found int64 .* from -2 on"),
         (lambda: source([1], weight=0), "weight above 0, found 0"),
@@ -62,7 +61,7 @@ def test_bad_counts_are_refused() -> None:
             make()
 
 
-def test_merge_keeps_sources_apart_and_adds_up_parts() -> None:
+def test_merge_keeps_sources_apart_and_adds_up_parts():
     first = TokenCounts((source([1, 2], [[0, 1]], name="chat"), source([5, 0], name="code")), "h")
     second = SourceCounts("chat", 1.0, np.array([10, 0]), source([0, 0], [[1], [0, 0]]).held_out, {"made": "elsewhere"})
     merged = merge_counts([first, TokenCounts((second,), "h")], {"code": 2.5})
@@ -75,38 +74,31 @@ def test_merge_keeps_sources_apart_and_adds_up_parts() -> None:
     assert merged.tokenizer_hash == "h"
 
 
-ONE = token_counts([1, 2], tokenizer_hash="a")
-
-
-def part(made: str, weight: float = 1.0) -> TokenCounts:
-    return TokenCounts((SourceCounts("text", weight, np.array([1, 1]), None, {"made": made}),), "a")
-
-
-def test_what_cannot_be_merged_is_refused() -> None:
-    for parts, weights, error, words in (
-        ([ONE, token_counts([1, 2], tokenizer_hash="b")], {}, TokenizerError, "found a, b"),
-        ([ONE, token_counts([1, 2, 3], tokenizer_hash="a")], {}, VocabularyError, r"vocabulary sizes.*\[2, 3\]"),
-        ([ONE, ONE], {}, VocabularyError, "counted twice"),
-        ([ONE, part("x", weight=2.0)], {}, UsageError, r"weights \[1\.0, 2\.0\]"),
-        ([], {}, UsageError, "Nothing to merge"),
+def test_what_cannot_be_merged_is_refused():
+    one = token_counts([1, 2], tokenizer_hash="a")
+    heavier = TokenCounts((SourceCounts("text", 2.0, np.array([1, 1]), None, {"made": "x"}),), "a")
+    for parts, error, words in (
+        ([one, token_counts([1, 2], tokenizer_hash="b")], TokenizerError, "found a, b"),
+        ([one, token_counts([1, 2, 3], tokenizer_hash="a")], VocabularyError, r"vocabulary sizes.*\[2, 3\]"),
+        ([one, one], VocabularyError, "counted twice"),
+        ([one, heavier], UsageError, r"weights \[1\.0, 2\.0\]"),
+        ([], UsageError, "Nothing to merge"),
     ):
         with pytest.raises(error, match=words):
-            merge_counts(parts, weights)
+            merge_counts(parts, {})
 
 
-def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_counts_are_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     with pytest.raises(VocabularyError, match="no such counts file"):
         TokenCounts.load(path)
-    path.write_bytes(b"not safetensors at all")
-    with pytest.raises(VocabularyError, match="not a file of token counts"):
-        TokenCounts.load(path)
-    save_torch_file({"a": torch.zeros(3, dtype=torch.bfloat16)}, path)
-    with pytest.raises(VocabularyError, match="not a file of token counts"):
-        TokenCounts.load(path)
+    for content in (b"not safetensors at all", save_torch({"a": torch.zeros(3, dtype=torch.bfloat16)})):
+        path.write_bytes(content)
+        with pytest.raises(VocabularyError, match="not a file of token counts"):
+            TokenCounts.load(path)
 
 
-def test_files_of_another_version_or_without_a_part_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_version_or_without_a_part_are_refused(tmp_path):
     for change, words in (
         (lambda tensors, header: header.update(version=3), "format version 3"),
         (lambda tensors, header: tensors.pop("held_out.0.doc_offsets"), "damaged"),
@@ -126,7 +118,7 @@ def test_files_of_another_version_or_without_a_part_are_refused(tmp_path: Path) 
             TokenCounts.load(path)
 
 
-def test_saved_counts_are_loaded(tmp_path: Path) -> None:
+def test_saved_counts_are_loaded(tmp_path):
     path = tmp_path / "counts.safetensors"
     sources = source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="no UTF-8: \udcff")
     counts = TokenCounts(sources, "h")

@@ -1,8 +1,6 @@
 import errno
 import os
 import stat
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from eagle_slim.vocab_tools import DraftVocab, EagleSlimError, TokenCounts, UsageError, import_token_map, load_tokenizer
@@ -15,7 +13,7 @@ from support.raising import raises_with, waiting_for_nothing
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch, call):
     write_file(tmp_path / "x", b"old")
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, fail)
@@ -25,8 +23,8 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch, cal
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("x", b"old")]
 
 
-def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sync(descriptor: int) -> None:
+def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path, monkeypatch):
+    def sync(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -44,7 +42,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, m
         refuse_existing(tmp_path / "x")
 
 
-READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+READERS = {
     "counts": ("a.safetensors", TokenCounts.load),
     "vocabulary": ("a.json", DraftVocab.load),
     "token map": ("a.pt", import_token_map),

@@ -9,7 +9,6 @@ from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.vocabulary import lost_floors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from support.raising import raises, raises_with
 from support.sweeps import sweep
 from support.token_counts import held_out, source
@@ -18,7 +17,7 @@ from support.token_counts import held_out, source
 TWO = TokenCounts((source([8, 1, 1, 0, 0, 0], name="en", weight=9), source([0, 0, 0, 6, 2, 2], name="zh")), None)
 
 
-def test_the_worked_example() -> None:
+def test_the_worked_example():
     assert rank_vocabulary(TWO, 3, forced=[]).target_ids.tolist() == [0, 1, 2]
     # The last is held already.
     asked = ({"zh": 0.6}, {"zh": 0.8}, {"zh": 1.0}, {"zh": 0.6, "en": 0.9}, {"en": 1.0})
@@ -31,33 +30,26 @@ def test_the_worked_example() -> None:
         assert account["weighted"] == pytest.approx(np.array([0.72, 0.09, 0.09, 0.06, 0.02, 0.02])[ids].sum())
         assert all(entry["reached"] >= entry["asked"] - 1e-9 for entry in account["held"])
         assert any("on the counted text itself" in warning for warning in ranked.warnings)
-
-
-def test_forced_ids_stay_and_count_for_the_floors() -> None:
+    # Forced ids stay, and count for the floors.
     assert rank_vocabulary(TWO, 3, forced=[5], floors={"zh": 0.8}).target_ids.tolist() == [5, 0, 3]
 
 
-def test_ids_beyond_the_target_are_no_way_to_hold_a_floor() -> None:
+def test_a_size_that_is_too_small_is_refused_with_one_that_would_do():
+    # Ids beyond the target are no way to hold a floor.
     with raises_with(UsageError, "--floor", "no size does", "zh 60.00% (floor 90.00%)"):
         rank_vocabulary(TWO, 4, forced=[], target_vocab=5, floors={"zh": 0.9})
-
-
-def test_a_size_that_is_too_small_is_refused_with_one_that_would_do() -> None:
     counts = TokenCounts((source([4] * 100 + [0] * 200, name="en"), source([0] * 100 + [2] * 200, name="zh")), None)
     # Without floors, 64 ids of the first source.
     with raises_with(UsageError, "--floor", "64 ids", "128 would do", "en 64.00% (floor 60.00%)", "zh 0.00%"):
         rank_vocabulary(counts, 64, forced=[], floors={"en": 0.6, "zh": 0.3})
     assert rank_vocabulary(counts, 128, forced=[], floors={"en": 0.6, "zh": 0.3}).size == 128
-
-
-def test_a_longer_beginning_of_the_ranking_that_holds_the_floors_would_do() -> None:
-    """Held-out text of 65 common ids, and a floor that all of its counted text, 300 ids, would need."""
+    # Held-out text of 65 common ids, and a floor that all of its counted text, 300 ids, would need.
     counts = TokenCounts((source([9] * 65 + [1] * 235, [list(range(65))]),), None)
     with raises_with(UsageError, "--floor", "128 would do"):
         rank_vocabulary(counts, 64, forced=[], floors={"text": 1.0})
 
 
-def test_floors_that_mean_nothing_are_refused() -> None:
+def test_floors_that_mean_nothing_are_refused():
     for asked, error, word in (
         ({"floors": {"de": 0.5}, "size": 3}, UsageError, "de"),
         ({"floors": {"zh": 0.5}}, UsageError, "--floor"),
@@ -70,7 +62,7 @@ def test_floors_that_mean_nothing_are_refused() -> None:
             rank_vocabulary(TokenCounts((*TWO.sources, empty), None), forced=[], **asked)
 
 
-def shares_of(counts: list[list[int]]) -> NDArray[np.float64]:
+def shares_of(counts):
     array = np.array(counts, float)
     return array / array.sum(axis=1, keepdims=True)
 
@@ -87,14 +79,14 @@ def problems(draw: st.DrawFn) -> tuple[FloorProblem, int]:
     return FloorProblem(shares_of([draw(row)])[0], is_forced, counted, counted, floors), size
 
 
-def choices(problem: FloorProblem, size: int) -> list[NDArray[np.bool_]]:
+def choices(problem, size):
     everything = [np.isin(np.arange(len(problem.score)), ids) for ids in combinations(range(len(problem.score)), size)]
     return [chosen for chosen in everything if problem.holds(chosen) and chosen[problem.is_forced].all()]
 
 
 @settings(max_examples=60)
 @given(problems())
-def test_against_every_choice(case: tuple[FloorProblem, int]) -> None:
+def test_against_every_choice(case):
     problem, size = case
     best = max((problem.score[chosen].sum() for chosen in choices(problem, size)), default=None)
     found = problem.choose(size)
@@ -117,7 +109,7 @@ def test_against_every_choice(case: tuple[FloorProblem, int]) -> None:
 
 @pytest.mark.parametrize("is_held_out", [False, True])
 @pytest.mark.parametrize("seed", sweep([5, 11, 17, 20], 11, 20))
-def test_floors_that_a_choice_holds_are_held(seed: int, is_held_out: bool) -> None:
+def test_floors_that_a_choice_holds_are_held(seed, is_held_out):
     rng = np.random.default_rng(seed)
     num_ids, num_sources = int(rng.choice([60, 300, 2000])), int(rng.integers(1, 5))
     size = int(num_ids * rng.uniform(0.1, 0.6))
@@ -133,7 +125,7 @@ def test_floors_that_a_choice_holds_are_held(seed: int, is_held_out: bool) -> No
         assert measured[at][ranked.target_ids].sum() >= (floor - 1e-12) * measured[at].sum()
 
 
-def zipf(rng: np.random.Generator, num_ids: int, num_shared: int) -> NDArray[np.float64]:
+def zipf(rng, num_ids, num_shared):
     """Shares of a source: its own order of the ids, the most common ones in common with others."""
     order = np.concatenate([np.arange(num_shared), num_shared + rng.permutation(num_ids - num_shared)])
     shares = np.empty(num_ids)
@@ -141,7 +133,7 @@ def zipf(rng: np.random.Generator, num_ids: int, num_shared: int) -> NDArray[np.
     return shares / shares.sum()
 
 
-def test_the_best_choice_of_many_ids_is_within_a_thousandth_of_the_bound() -> None:
+def test_the_best_choice_of_many_ids_is_within_a_thousandth_of_the_bound():
     rng = np.random.default_rng(0)
     counted = np.stack([zipf(rng, 2000, 40) for _ in range(3)])
     score, is_forced = np.array([0.8, 0.1, 0.1]) @ counted, np.arange(2000) >= 1990
@@ -155,14 +147,14 @@ def test_the_best_choice_of_many_ids_is_within_a_thousandth_of_the_bound() -> No
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_floors_hold_on_held_out_documents_and_on_new_ones_within_their_interval(seed: int) -> None:
+def test_floors_hold_on_held_out_documents_and_on_new_ones_within_their_interval(seed):
     rng = np.random.default_rng(seed)
     text = {name: zipf(rng, 1500, 30) for name in ("en", "zh", "code")}
 
-    def written(name: str, num_documents: int) -> list[NDArray[np.int64]]:
+    def written(name, num_documents):
         return [rng.choice(1500, size=100, p=text[name]) for _ in range(num_documents)]
 
-    def counts_of(num_held_out: int) -> TokenCounts:
+    def counts_of(num_held_out):
         sources = []
         for name, weight in (("en", 8.0), ("zh", 1.0), ("code", 1.0)):
             counts = np.bincount(np.concatenate(written(name, 300)), minlength=1500)
@@ -182,7 +174,7 @@ def test_floors_hold_on_held_out_documents_and_on_new_ones_within_their_interval
     assert lost_floors(ranked, 512) == []
 
 
-def test_held_out_text_that_the_counts_do_not_tell_takes_every_id_of_its_source() -> None:
+def test_held_out_text_that_the_counts_do_not_tell_takes_every_id_of_its_source():
     counts = TokenCounts((source([1] * 8 + [0] * 4, [[6, 7]], name="a"), source([0] * 8 + [9] * 4, name="b")), None)
     assert rank_vocabulary(counts, 9, forced=[], floors={"a": 1.0}).target_ids.tolist() == [8, *range(8)]
     with raises_with(UsageError, "--floor", "no size does"):

@@ -1,8 +1,5 @@
 """Requests to the Hub that fail once or for good, through the real huggingface_hub against a server on loopback."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from eagle_slim.vocab_tools import TokenizerError, forced_ids, load_tokenizer, read_target
 from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, find_snapshot, plain
@@ -17,7 +14,7 @@ FILES = {"config.json": b"{}", "model.safetensors": b"never fetched"}
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with HubServer() as hub:
         hub.add_model(REPO, FILES)
@@ -25,7 +22,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
             yield hub
 
 
-def snapshot(revision: str | None = None) -> bytes:
+def snapshot(revision=None):
     found = find_snapshot(REPO, revision, False, lambda names, _: ["config.json"])
     return (found.folder / "config.json").read_bytes()
 
@@ -38,7 +35,7 @@ def test_a_fault_that_passes_does_not_end_a_command(hub, path, times, fault):
     assert snapshot() == b"{}"
 
 
-def test_there_are_five_tries(hub: HubServer) -> None:
+def test_there_are_five_tries(hub):
     hub.inject(API, Fault(status=503, times=5))
     with raises_hub_error("busy"):
         snapshot()
@@ -47,7 +44,7 @@ def test_there_are_five_tries(hub: HubServer) -> None:
         snapshot()
 
 
-def test_each_error_says_what_is_wrong(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_error_says_what_is_wrong(hub, monkeypatch):
     with raises_hub_error("missing", "no revision 'no-such-branch'"):
         snapshot("no-such-branch")
     hub.inject("config.json", Fault(without=("ETag",)))
@@ -69,13 +66,13 @@ def test_each_error_says_what_is_wrong(hub: HubServer, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "answer", [[], None, "text", {"sha": 7}, {"siblings": [{"rfilename": 1}], "sha": "a"}, b"[" * 100_000], ids=repr
 )
-def test_an_answer_of_another_form_is_not_the_hubs(hub: HubServer, answer: object) -> None:
+def test_an_answer_of_another_form_is_not_the_hubs(hub, answer):
     hub.inject(API, Fault(answer=b"null" if answer is None else answer))
     with raises_hub_error("unreachable"):
         snapshot()
 
 
-def test_no_secret_of_an_address_is_told(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_of_an_address_is_told(hub, monkeypatch):
     address = hub.endpoint.replace("http://", "http://me:pass%40word@")
     for endpoint in (address, f"{address}/?token=password", "http://me:password@127.0.0.1:9"):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
@@ -110,7 +107,7 @@ def test_the_built_in_target_is_known_by_its_name(tmp_path, monkeypatch, capsys)
         load_tokenizer(BUILT_IN_TARGET, offline=True)
 
 
-def test_small_files_of_a_tokenizer_only_and_afterwards_offline(hub: HubServer, tmp_path: Path) -> None:
+def test_small_files_of_a_tokenizer_only_and_afterwards_offline(hub, tmp_path):
     folder = write_folder(tmp_path / "t", byte_level_bpe(300), generation_config={"eos_token_id": [2, 0]})
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("<|im_start|>{{ tools }}")

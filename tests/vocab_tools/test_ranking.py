@@ -1,6 +1,5 @@
 import re
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 
 
 @given(cases())
-def test_invariants(case: tuple[list[int], list[int], int]) -> None:
+def test_invariants(case):
     counts, forced, size = case
     ranked = rank_vocabulary(token_counts(counts), size=size, forced=forced)
     ids = ranked.target_ids.tolist()
@@ -39,7 +38,7 @@ def test_invariants(case: tuple[list[int], list[int], int]) -> None:
         assert worst < min((-counts[i], i) for i in left_out)
 
 
-def test_what_cannot_be_ranked_is_refused() -> None:
+def test_what_cannot_be_ranked_is_refused():
     for asked, error, words in (
         ({"size": 1, "forced": [0, 1]}, UsageError, "of 1 was asked for: expected at least 2"),
         ({"size": 4}, UsageError, "at most 3 .the 4 real"),
@@ -56,7 +55,7 @@ def test_what_cannot_be_ranked_is_refused() -> None:
         assert re.search(words, str(refused.value))
 
 
-def test_a_size_off_64_is_kept_with_a_warning() -> None:
+def test_a_size_off_64_is_kept_with_a_warning():
     counts = token_counts([1] * 300)
     odd = rank_vocabulary(counts, size=100, forced=[])
     assert odd.size == 100
@@ -65,7 +64,7 @@ def test_a_size_off_64_is_kept_with_a_warning() -> None:
     assert rank_vocabulary(counts, size=128, forced=[]).warnings == ()
 
 
-def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path) -> None:
+def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path):
     tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
     # 20 rows beyond the tokenizer, with the largest counts of all: a broken corpus must not bring them in.
     counts = token_counts([1] * tokenizer.vocab_size + [1000] * 20, tokenizer_hash=tokenizer.tokenizer_hash)
@@ -77,18 +76,15 @@ def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path)
     fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
     assert fewer.target_ids.max() == 279
     assert any("20,020 counted tokens have ids beyond" in warning for warning in fewer.warnings)
-
-
-def test_forced_ids_beyond_the_target_are_warned_about(tmp_path: Path) -> None:
-    # As with Gemma-3, whose last token lies outside the embedding rows of the text-only model.
-    tokenizer = load_tokenizer(write_folder(tmp_path / "t", with_reserved(byte_level_bpe(300), 1)))
+    # Forced ones are warned about: Gemma-3's last token lies outside the embedding rows of the text-only model.
+    tokenizer = load_tokenizer(write_folder(tmp_path / "g", with_reserved(byte_level_bpe(300), 1)))
     forced = forced_ids(tokenizer, extra=[300])
     ranked = rank_vocabulary(token_counts([1] * 301), tokenizer=tokenizer, forced=forced, target_vocab=300)
     assert 300 not in ranked.target_ids
     assert any("300" in warning and "outside" in warning for warning in ranked.warnings)
 
 
-def test_coverage_finds_the_smallest_size_on_the_held_out_part() -> None:
+def test_coverage_finds_the_smallest_size_on_the_held_out_part():
     # Ranked 0, 1, 2, ... by counts; the held-out text has 90 tokens in the first 100 ids and 10 beyond them.
     counts = token_counts(list(range(400, 0, -1)), [list(range(90)), list(range(110, 120))])
     found = rank_vocabulary(counts, coverage=0.9, forced=[])
@@ -98,9 +94,7 @@ def test_coverage_finds_the_smallest_size_on_the_held_out_part() -> None:
     assert account["measured_on"] == "held-out"
     assert account["reached"] == pytest.approx(1.0)
     assert rank_vocabulary(counts, coverage=0.901, forced=[]).provenance["size_from_coverage"]["smallest"] == 111
-
-
-def test_coverage_without_a_held_out_part_says_so() -> None:
+    # Without one it says so.
     found = rank_vocabulary(token_counts([80, 10, 6, 4, 0]), coverage=0.9, forced=[])
     account = found.provenance["size_from_coverage"]
     assert (account["asked"], account["measured_on"], account["smallest"]) == (0.9, "counted", 2)
@@ -111,7 +105,7 @@ def test_coverage_without_a_held_out_part_says_so() -> None:
     assert not any("nothing was held out" in warning for warning in held_out.warnings)
 
 
-def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
+def test_ids_that_were_never_counted_are_known_and_warned_about():
     # 100 ids occur in the text; of the three forced ids one does.
     counts = token_counts([9] * 100 + [0] * 300)
     ranked = rank_vocabulary(counts, size=256, forced=[5, 200, 201])
@@ -128,7 +122,7 @@ def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
     assert rank_vocabulary(weighed, size=3, forced=[], weights={"b": 0}).num_uncounted == 2
 
 
-def test_repruning_chooses_only_trained_ids() -> None:
+def test_repruning_chooses_only_trained_ids():
     trained = [1, 3, 5, 7]
     forced = ForcedIds(np.array([0, 3]), {0: "eos", 3: "bos"})
     ranked = rank_vocabulary(token_counts([9, 1, 9, 2, 9, 3, 9, 4]), forced=forced, candidates=trained)
@@ -143,7 +137,7 @@ def test_repruning_chooses_only_trained_ids() -> None:
         rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
 
 
-def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
+def test_a_token_map_keeps_its_order_behind_the_forced_ids():
     added = rank_by_order([4, 2, 8, 6], forced=[9], target_vocab=10)
     assert added.target_ids.tolist() == [9, 4, 2, 8]
     # Without a map, the order of the ids.
@@ -157,7 +151,7 @@ def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
         rank_by_order([4, 12], forced=[], target_vocab=10)
 
 
-def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path):
     one, other = (load_tokenizer(write_folder(tmp_path / str(size), byte_level_bpe(size))) for size in (300, 310))
     vocab = rank_by_order(tokenizer=one, forced=[], target_vocab=320)
     assert np.array_equal(rank_by_order(vocab, 8, one, [], 320).target_ids, vocab.target_ids[:8])
@@ -170,7 +164,7 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
             rank(tokenizer=other, forced=[], target_vocab=320, candidates=vocab)
 
 
-def test_only_ids_that_would_have_been_taken_are_missed() -> None:
+def test_only_ids_that_would_have_been_taken_are_missed():
     """A ranking of the whole vocabulary has ids that a head with fewer rows lacks, and says nothing of the first."""
     for size, told in ((4, False), (6, True), (None, True)):
         ranked = rank_by_order([4, 2, 8, 6, 1, 3, 5], size, forced=[], target_vocab=10, candidates=[2, 4, 6, 8, 3, 5])
@@ -178,7 +172,7 @@ def test_only_ids_that_would_have_been_taken_are_missed() -> None:
         assert any("left out" in warning for warning in ranked.warnings) == told
 
 
-def test_the_beginning_of_ids_that_ascend_is_doubted() -> None:
+def test_the_beginning_of_ids_that_ascend_is_doubted():
     even = range(0, 40, 2)
     for order, size, is_doubted in (
         (even, 10, True),

@@ -1,28 +1,25 @@
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import DraftVocab, LoadedTokenizer, TokenizerError, load_tokenizer, rank_vocabulary
-from eagle_slim.vocab_tools.show import VocabularyListing, readable_token, show_vocabulary
+from eagle_slim.vocab_tools import DraftVocab, TokenizerError, load_tokenizer, rank_vocabulary
+from eagle_slim.vocab_tools.show import readable_token, show_vocabulary
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
 from support.token_counts import token_counts
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
+def tokenizer(tmp_path_factory):
     added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a\u200bb\x1b[31m"]
     folder = write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
     return load_tokenizer(folder)
 
 
-def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer) -> None:
+def test_tokens_are_readable_and_harmless(tokenizer):
     shown = {"Ġ": " ", "Ċ": "\\n", "Ġagain": " again", "ä": "\\xe4", "\\": "\\\\", "Ā": "\\x00"}
     shown |= {"<|im_end|>": "<|im_end|>", "a\u200bb\x1b[31m": "a\\u200bb\\x1b[31m"}
     assert {token: readable_token(tokenizer, tokenizer.vocab[token]) for token in shown} == shown
 
 
-def test_sentencepiece_spelling(tmp_path: Path) -> None:
+def test_sentencepiece_spelling(tmp_path):
     backend = byte_fallback_bpe()
     # As Gemma-3 has them: runs of spaces among the added tokens, spelled with the space mark.
     backend.add_tokens(["▁▁▁"])
@@ -32,11 +29,11 @@ def test_sentencepiece_spelling(tmp_path: Path) -> None:
     assert {token: readable_token(tokenizer, tokenizer.vocab[token]) for token in shown} == shown
 
 
-def column(listing: VocabularyListing, name: str) -> list[Any]:
+def column(listing, name):
     return [token[name] for token in listing.tokens]
 
 
-def test_forced_tokens_the_first_others_and_the_most_frequent_left_out(tokenizer: LoadedTokenizer) -> None:
+def test_forced_tokens_the_first_others_and_the_most_frequent_left_out(tokenizer):
     counts = token_counts([0] * 300 + list(range(60, 0, -1)))
     vocab = rank_vocabulary(counts, size=300, tokenizer=tokenizer)
     listing = show_vocabulary(vocab, tokenizer, counts, limit=3)
@@ -53,7 +50,7 @@ def test_forced_tokens_the_first_others_and_the_most_frequent_left_out(tokenizer
     assert "\x1b" not in listing.text()
 
 
-def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
+def test_without_counts_left_out_ids_ascend(tokenizer):
     listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
     assert column(listing, "id") == [0, 5, 1, 2, 3, 4, 6]
     assert set(column(listing, "count")) == {None}
@@ -62,11 +59,11 @@ def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
     assert column(show_vocabulary(guessed, tokenizer, limit=2), "id") == [0, 1, 2, 3]
 
 
-def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:
-    vocab = DraftVocab(np.array([1]), 0, 400)
-    with pytest.raises(TokenizerError, match="Id 380"):
-        show_vocabulary(DraftVocab(np.array([380]), 0, 400), tokenizer)
-    with pytest.raises(TokenizerError, match="the vocabulary"):
-        show_vocabulary(DraftVocab(np.array([1]), 0, 400, {"tokenizer_hash": "sha256:0"}), tokenizer)
-    with pytest.raises(TokenizerError, match="the counts"):
-        show_vocabulary(vocab, tokenizer, token_counts([1], None, "sha256:0"))
+def test_what_belongs_to_another_tokenizer_is_refused(tokenizer):
+    for vocab, counts, words in (
+        (DraftVocab(np.array([380]), 0, 400), None, "Id 380"),
+        (DraftVocab(np.array([1]), 0, 400, {"tokenizer_hash": "sha256:0"}), None, "the vocabulary"),
+        (DraftVocab(np.array([1]), 0, 400), token_counts([1], None, "sha256:0"), "the counts"),
+    ):
+        with pytest.raises(TokenizerError, match=words):
+            show_vocabulary(vocab, tokenizer, counts)

@@ -2,8 +2,6 @@ import bz2
 import gzip
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,11 +16,11 @@ TEXTS = [f"text number {number} of many, größer 你好 👋" for number in ran
 TEXTS += ['"] , [{', "\\", "}", "a\nb\r\n", ", "]
 
 
-def values(location: Path, **settings: Any) -> list[Any]:
+def values(location, **settings):
     return [value.reason if isinstance(value, BadRecord) else value for _, value in placed(location, **settings)]
 
 
-def placed(location: Path, **settings: Any) -> list[tuple[str, Any]]:
+def placed(location, **settings):
     """(place, value) of every record; the place of a good text document is not told."""
     opened = open_source(CorpusSource(str(location), **settings))
     found = []
@@ -33,23 +31,23 @@ def placed(location: Path, **settings: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def faults(location: Path, **settings: Any) -> list[tuple[str, str]]:
+def faults(location, **settings):
     return [(place, value.reason) for place, value in placed(location, **settings) if isinstance(value, BadRecord)]
 
 
-def jsonl(rows: list[Any]) -> bytes:
+def jsonl(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def pack(data: bytes, suffix: str) -> bytes:
+def pack(data, suffix):
     if suffix == ".bz2":
         return bz2.compress(data)
-    packed: bytes = pa.Codec(PACKED[suffix]).compress(data, asbytes=True)
+    packed = pa.Codec(PACKED[suffix]).compress(data, asbytes=True)
     return packed
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     rows = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(rows)))
@@ -65,6 +63,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+CHAT = [{"role": "user", "content": "x"}]
 NAMES = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json", "f.json.gz"]
 NAMES += [f"p{suffix[1:]}.jsonl{suffix.upper()}" for suffix in PACKED]
 
@@ -82,7 +81,7 @@ def test_every_format_gives_the_texts_in_order_and_their_places(files, name, blo
     assert abs(sum(block.size for block in blocks) - (opened.size or 0)) <= len(blocks)
 
 
-def test_folders_and_globs(files: Path) -> None:
+def test_folders_and_globs(files):
     (files / "sub").mkdir()
     (files / "sub" / "z.jsonl").write_bytes(jsonl([{"text": "deep"}]))
     (files / ".hidden.jsonl").write_bytes(jsonl([{"text": "hidden"}]))
@@ -106,12 +105,9 @@ def test_folders_and_globs(files: Path) -> None:
         open_source(CorpusSource(str(files)))
 
 
-CHAT = [{"role": "user", "content": "x"}]
-
-
-@pytest.mark.parametrize(
-    ("rows", "asked", "found"),
-    [
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_column_is_found_or_asked_for(tmp_path, name):
+    for rows, asked, found in (
         ([{"id": 1, "text": "x"}], None, ("text", "text")),
         ([{"text": "x", "messages": CHAT}], None, ("messages", "chat")),
         ([{"conversations": CHAT}], None, ("conversations", "chat")),
@@ -125,19 +121,16 @@ CHAT = [{"role": "user", "content": "x"}]
         # A null does not show what its column holds.
         ([{"text": None, "id": 1}, {"text": "x", "id": 3}], None, ("text", "text")),
         ([{"turns": None, "a": "x"}, {"turns": CHAT, "a": "y"}], "turns", ("turns", "chat")),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_the_column_is_found_or_asked_for(tmp_path, name, rows, asked, found):
-    if name == "a.parquet":
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
-    else:
-        (tmp_path / name).write_bytes(jsonl(rows))
-    opened = open_source(CorpusSource(str(tmp_path / name), column=asked))
-    assert (opened.column, opened.kind) == found
+    ):
+        if name == "a.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(jsonl(rows))
+        opened = open_source(CorpusSource(str(tmp_path / name), column=asked))
+        assert (opened.column, opened.kind) == found
 
 
-def test_no_column_stands_out(tmp_path: Path) -> None:
+def test_no_column_stands_out(tmp_path):
     for row, asked, words in (
         ({"id": "f00d", "text": 5}, None, ",column=NAME behind .* have id, text"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
@@ -173,7 +166,7 @@ def test_bad_lines_are_named_by_line_and_reason(tmp_path, monkeypatch, name, blo
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_named(tmp_path, name):
     draw = random.Random(0)
     path = tmp_path / name
     rows = [{"text": draw.randbytes(1500).hex()} for _ in range(300)]
@@ -188,14 +181,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
             values(path)
 
 
-def test_a_file_that_becomes_shorter_is_named(files: Path) -> None:
+def test_a_file_that_becomes_shorter_is_named(files):
     (block,) = open_source(CorpusSource(str(files / "a.jsonl"))).blocks()
     (files / "a.jsonl").write_bytes(jsonl([{"text": "one"}]))
     with pytest.raises(CorpusError, match=r"a\.jsonl: it became shorter"):
         list(block.records("text"))
 
 
-def test_a_file_without_a_readable_record_is_named(tmp_path: Path) -> None:
+def test_a_file_without_a_readable_record_is_named(tmp_path):
     for data, words in (
         (b'{\n "text": "one"\n}', r"a\.json, line 1: not JSON"),
         (b"", "It is empty"),
@@ -208,10 +201,7 @@ def test_a_file_without_a_readable_record_is_named(tmp_path: Path) -> None:
             open_source(CorpusSource(str(tmp_path / "a.json")))
 
 
-# Plain text
-
-
-def test_text_documents_end_at_blank_lines() -> None:
+def test_text_documents_end_at_blank_lines():
     paragraph = b"line one\nline two\n\n"
     for start, stop in text_documents(paragraph * 500)[:-1]:
         assert (start % len(paragraph), stop % len(paragraph)) == (0, 0)
@@ -219,7 +209,7 @@ def test_text_documents_end_at_blank_lines() -> None:
 
 
 @given(st.binary(max_size=400) | st.text(max_size=300).map(str.encode), st.integers(1, 40), st.integers(8, 80))
-def test_text_is_never_lost_or_cut_within_a_character(data: bytes, fill: int, most: int) -> None:
+def test_text_is_never_lost_or_cut_within_a_character(data, fill, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "TEXT_DOCUMENT_BYTES", fill)
         patch.setattr(records, "MAX_PARAGRAPH_BYTES", most)
@@ -234,7 +224,7 @@ def test_text_is_never_lost_or_cut_within_a_character(data: bytes, fill: int, mo
         data[start:stop].decode()
 
 
-def test_cut_text_prefers_blank_line_then_line_then_space_then_character() -> None:
+def test_cut_text_prefers_blank_line_then_line_then_space_then_character():
     assert cut_text(b"a\n\nb\nc d") == 3
     assert cut_text(b"ab\nc d") == 3
     assert cut_text(b"ab cd") == 3
@@ -244,7 +234,7 @@ def test_cut_text_prefers_blank_line_then_line_then_space_then_character() -> No
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_text_in_many_blocks_is_cut_at_blank_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_text_in_many_blocks_is_cut_at_blank_lines(tmp_path, monkeypatch, name):
     monkeypatch.setattr(records, "BLOCK_BYTES", 100_000)
     text = "\r\n\n\n" + "\n\n".join(f"Paragraph {number}: {'word ' * (number % 90)}größer." for number in range(3000))
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
@@ -253,14 +243,14 @@ def test_text_in_many_blocks_is_cut_at_blank_lines(tmp_path: Path, monkeypatch: 
     assert all(document.endswith("\n\n") for document in documents[:-1])
 
 
-def test_undecodable_text_is_named_by_line(tmp_path: Path) -> None:
+def test_undecodable_text_is_named_by_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"first\nsecond\nthird \xe9\n" + b"x" * 5000 + b"\n\nand more\n")
     assert faults(path) == [(f"{path}, line 3", "not UTF-8 text: byte 0xe9, invalid continuation byte")]
 
 
 @pytest.mark.parametrize("setting", ["column", "split"])
-def test_text_files_have_no_columns_no_splits_and_do_not_mix(tmp_path: Path, setting: str) -> None:
+def test_text_files_have_no_columns_no_splits_and_do_not_mix(tmp_path, setting):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UsageError, match=setting):
         open_source(CorpusSource(str(tmp_path / "a.txt"), **{setting: "text"}))
@@ -269,10 +259,7 @@ def test_text_files_have_no_columns_no_splits_and_do_not_mix(tmp_path: Path, set
         open_source(CorpusSource(str(tmp_path)))
 
 
-# Sources as text
-
-
-def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parsed = parse_source("chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3,max-tokens=50")
     assert parsed == CorpusSource("HuggingFaceH4/ultrachat_200k", "chat", 3.0, split="train_sft", max_tokens=50)
@@ -284,13 +271,13 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_source("some/code.jsonl.zst").name == "code"
     (tmp_path / "a[1].jsonl").touch()
     assert parse_source("a[1].jsonl").name == "a[1]"
-    assert CorpusSource(tmp_path / "b.txt") == CorpusSource(str(tmp_path / "b.txt"))  # type: ignore[arg-type]
+    assert CorpusSource(tmp_path / "b.txt") == CorpusSource(str(tmp_path / "b.txt"))
     assert parse_source("a,b.jsonl,column=body").location == "a,b.jsonl"
     (tmp_path / "k=v.jsonl").write_bytes(b"")
     assert parse_source("k=v.jsonl").location == "k=v.jsonl"
 
 
-def test_parse_source_refuses() -> None:
+def test_parse_source_refuses():
     for spec, words in (
         ("org/x,colum=a", "colum"),
         ("org/x,weight=heavy", "weight"),

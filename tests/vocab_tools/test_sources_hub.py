@@ -1,10 +1,7 @@
 import gzip
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +23,7 @@ ROWS = 250
 DATES = b'{"text": "2024-01-01"}\n{"text": "2024-01-02"}\n'
 
 
-def parquet(shard: int) -> bytes:
+def parquet(shard):
     sink = pa.BufferOutputStream()
     rows = [{"text": f"shard {shard} row {row}", "id": row} for row in range(ROWS)]
     pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100)
@@ -34,7 +31,7 @@ def parquet(shard: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+def hub(tmp_path_factory):
     import_module("datasets")  # takes seconds; `connected` changes it where it is imported
     with HubServer() as server:
         server.add_dataset(
@@ -49,19 +46,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
             yield server
 
 
-@contextmanager
-def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
-    hub.inject(path, fault)
-    yield
-    hub.faults.clear()
-
-
-def texts(source: CorpusSource) -> list[str]:
+def texts(source):
     opened = open_source(source)
     return [value for block in opened.blocks() for _, value in block.records(opened.column)]
 
 
-def test_streams_every_shard_in_order(hub: HubServer) -> None:
+def test_streams_every_shard_in_order(hub):
     source = CorpusSource("org/texts")
     assert texts(source) == [f"shard {shard} row {row}" for shard in range(3) for row in range(ROWS)]
     corpus = open_source(source)
@@ -72,7 +62,7 @@ def test_streams_every_shard_in_order(hub: HubServer) -> None:
     assert list(corpus.blocks())[1].place(17) == "org/texts, split train, shard 1, row 17"
 
 
-def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
+def test_only_what_a_limit_needs_is_fetched(hub):
     hub.requests.clear()
     count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)
     assert hub.bytes_sent("train-00000-of-00003.parquet") > 0
@@ -81,7 +71,7 @@ def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
     assert within.sources[0].provenance["documents"] == 600
 
 
-def test_json_lines_of_the_hub_are_read_as_lines(hub: HubServer) -> None:
+def test_json_lines_of_the_hub_are_read_as_lines(hub):
     counts = count_tokens([CorpusSource("org/chats")], llama3_like(), workers=0, held_out=0)
     turn = llama3_like().backend.encode("Hello<|eot_id|>").ids
     assert counts.sources[0].counts.tolist() == (5 * np.bincount(turn, minlength=counts.vocab_size)).tolist()
@@ -89,7 +79,7 @@ def test_json_lines_of_the_hub_are_read_as_lines(hub: HubServer) -> None:
     assert texts(CorpusSource("org/dates")) == ["2024-01-01", "2024-01-02"]
 
 
-def test_what_is_not_there_is_named(hub: HubServer) -> None:
+def test_what_is_not_there_is_named(hub):
     for source, error, words in (
         (CorpusSource("org/missing"), CorpusError, "org/missing: .*HF_TOKEN"),
         (CorpusSource("org/texts", split="dev"), UsageError, "no split 'dev'; it has train, test"),
@@ -100,23 +90,18 @@ def test_what_is_not_there_is_named(hub: HubServer) -> None:
             open_source(source)
 
 
-@pytest.mark.parametrize(
-    ("name", "file"), [("org/texts", "train-00000-of-00003.parquet"), ("org/chats", "train.jsonl")]
-)
+@pytest.mark.parametrize(("name", "file"), [("org/texts", "00000-of-00003.parquet"), ("org/chats", "train.jsonl")])
 def test_a_file_that_never_comes_is_given_up(hub, tmp_path, monkeypatch, name, file):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setattr("datasets.config.STREAMING_READ_MAX_RETRIES", 1)
     monkeypatch.setattr("datasets.config.STREAMING_READ_RETRY_INTERVAL", 0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with (
-        connected(hub, tmp_path),
-        hub_fault(hub, file, Fault(silent=True)),
-        pytest.raises(CorpusError, match="does not answer"),
-    ):
+    monkeypatch.setattr(hub, "faults", [(file, Fault(silent=True))])
+    with connected(hub, tmp_path), pytest.raises(CorpusError, match="does not answer"):
         open_source(CorpusSource(name))
 
 
-def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None:
+def test_offline_reads_what_was_prepared(hub, tmp_path):
     from datasets import load_dataset
 
     with connected(hub, tmp_path):

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from support.tokenizers import smollm2
 from tokenizers import Tokenizer, normalizers
 
 
-def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "model", byte_level_bpe(), eos_token="<|im_end|>")
     by_folder, by_file = load_tokenizer(folder), load_tokenizer(folder / "tokenizer.json")
     monkeypatch.chdir(tmp_path)
@@ -22,7 +21,7 @@ def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path: Path, monkey
     assert by_folder.real_ids.tolist() == list(range(360))
 
 
-def test_holes_are_not_real_ids(tmp_path: Path) -> None:
+def test_holes_are_not_real_ids(tmp_path):
     state = json.loads(byte_level_bpe().to_str())
     state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if v not in (10, 11)}
     state["model"]["merges"] = []
@@ -33,7 +32,7 @@ def test_holes_are_not_real_ids(tmp_path: Path) -> None:
     assert loaded.token_bytes(10) == b""
 
 
-def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path: Path) -> None:
+def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path):
     base = load_tokenizer(write_folder(tmp_path / "base", byte_level_bpe()))
     same = load_tokenizer(write_folder(tmp_path / "same", byte_level_bpe(), chat_template="{{ messages }}"))
     assert same.tokenizer_hash == base.tokenizer_hash
@@ -51,7 +50,7 @@ def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path:
     assert load_tokenizer(write_folder(tmp_path / "again", base.backend)).tokenizer_hash == base.tokenizer_hash
 
 
-def test_bytes_of_tokens(tmp_path: Path) -> None:
+def test_bytes_of_tokens(tmp_path):
     table = bytes_of_symbols()
     assert sorted(table.values()) == list(range(256))
     assert (table["Ġ"], table["A"], table["Ċ"]) == (32, 65, 10)
@@ -63,7 +62,7 @@ def test_bytes_of_tokens(tmp_path: Path) -> None:
     assert b"".join(loaded.token_bytes(i) for i in loaded.backend.encode(text).ids) == text.encode()
 
 
-def test_forced_ids_of_a_chat_model(tmp_path: Path) -> None:
+def test_forced_ids_of_a_chat_model(tmp_path):
     tokenizer, ids = with_reserved(byte_level_bpe(300), 50), {"eos_token_id": [2, 0], "bos_token_id": 1}
     ids["pad_token_id"] = -1
     folder = write_folder(tmp_path / "t", tokenizer, generation_config=ids, pad_token="<|endoftext|>")
@@ -90,7 +89,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
-def test_markers_are_found_however_the_template_spells_them(tmp_path: Path, template: str) -> None:
+def test_markers_are_found_however_the_template_spells_them(tmp_path, template):
     added = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|unused|>"]
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300, added), template))
     reasons = forced_ids(loaded).reasons
@@ -99,7 +98,7 @@ def test_markers_are_found_however_the_template_spells_them(tmp_path: Path, temp
     assert 3 not in reasons
 
 
-def test_tool_and_thinking_branches_are_probed(tmp_path: Path) -> None:
+def test_tool_and_thinking_branches_are_probed(tmp_path):
     added = ["<|endoftext|>", "<|call_get_weather|>", "<|think_True|>", "<|tools_1|>", "<|from_tool|>"]
     template = (
         "{% if tools %}{{ '<|tools_' + (tools | length | string) + '|>' }}{% endif %}"
@@ -112,7 +111,7 @@ def test_tool_and_thinking_branches_are_probed(tmp_path: Path) -> None:
     assert all(reasons[token_id] == "chat template" for token_id in (1, 2, 3, 4))
 
 
-def test_several_templates_and_generation_tags(tmp_path: Path) -> None:
+def test_several_templates_and_generation_tags(tmp_path):
     added = ["<|endoftext|>", "<|user|>", "<|tool|>", "<|rag|>"]
     folder = write_folder(tmp_path / "t", byte_level_bpe(300, added), None)
     (folder / "chat_template.jinja").write_text("{%generation%}<|user|>{% endgeneration +%}")
@@ -127,7 +126,7 @@ def test_several_templates_and_generation_tags(tmp_path: Path) -> None:
     assert 3 not in reasons
 
 
-def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
+def test_without_a_template_the_user_is_told(tmp_path):
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), None))
     forced = forced_ids(loaded)
     assert "no chat template" in forced.warnings[0]
@@ -137,14 +136,7 @@ def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
         forced_ids(invalid)
 
 
-def test_eos_of_config_json_stands_in(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "t", byte_level_bpe(300), None)
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 299, "text_config": {"pad_token_id": 298}}))
-    reasons = forced_ids(load_tokenizer(folder)).reasons
-    assert (reasons[299], reasons[298]) == ("eos", "pad")
-
-
-def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
+def test_tokens_that_only_the_config_knows_are_added(tmp_path):
     entry = {"content": "<|extra|>", "special": True}
     folder = write_folder(tmp_path / "a", byte_level_bpe(300), added_tokens_decoder={"300": entry})
     loaded = load_tokenizer(folder)
@@ -155,7 +147,7 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
         load_tokenizer(wrong)
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_damaged_files(tmp_path):
     template, decoder = '{"chat_template": [{"name": "default"}]}', '{"added_tokens_decoder": '
     configs = ("[1]", template, decoder + '{"x": {"content": "a"}}}', decoder + '["a"]}')
     damages = [("tokenizer.json", "{"), ("tokenizer.json", '{"version": "1.0"}'), ("chat_template.jinja", "\xff")]
@@ -167,7 +159,7 @@ def test_damaged_files(tmp_path: Path) -> None:
             load_tokenizer(folder)
 
 
-def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:
+def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path):
     config = {"eos_token_id": [True, "2", 10**30, 299], "pad_token_id": {"id": 1}}
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), None, generation_config=config))
     forced = forced_ids(loaded, extra=[298])
@@ -176,9 +168,14 @@ def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:
     assert forced.reasons[298] == "by request"
     with raises(UsageError, option="--force-id"):
         forced_ids(loaded, extra=[300])
+    # Those of config.json stand in for others.
+    folder = write_folder(tmp_path / "c", byte_level_bpe(300), None)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 299, "text_config": {"pad_token_id": 298}}))
+    reasons = forced_ids(load_tokenizer(folder)).reasons
+    assert (reasons[299], reasons[298]) == ("eos", "pad")
 
 
-def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
+def test_code_of_a_folder_is_never_run(tmp_path):
     mapped = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     ran = tmp_path / "ran"
     folder = write_folder(tmp_path / "t", byte_level_bpe(), **mapped)
@@ -190,7 +187,7 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_paths_and_hub_ids(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     missing = (str(tmp_path / "none"), "./none/tokenizer.json", "models/org/Llama-3.1-8B", tmp_path / "empty", "")
     for name in missing:
@@ -202,7 +199,7 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             load_tokenizer(name, offline=True)
 
 
-def test_smollm2_lacks_21_single_bytes_and_forces_the_rest() -> None:
+def test_smollm2_lacks_21_single_bytes_and_forces_the_rest():
     forced = forced_ids(smollm2())
     markers = {smollm2().token_texts[i]: reason for i, reason in forced.reasons.items() if "byte" not in reason}
     assert markers == {

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import NamedTuple
 
 import click
 import pytest
@@ -15,12 +15,14 @@ from eagle_slim.vocab_tools import DraftVocab, TokenCounts, VocabularyError, com
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
 from safetensors.numpy import load_file
+from support.raising import exit_code
 from support.small_tokenizers import TEXT, byte_level_bpe, write_folder
 
 
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
 
     @property
     def json(self):
@@ -28,18 +30,16 @@ class Outcome:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*arguments: object, command: click.Command = vocab) -> Outcome:
-        with pytest.raises(SystemExit) as caught:
-            run_cli(command, [str(argument) for argument in arguments], "eagle-vocab")
-        captured = capsys.readouterr()
-        return Outcome(caught.value.code, captured.out, captured.err)
+def run(capsys):
+    def call(*arguments, command=vocab):
+        code = exit_code(run_cli, command, [str(argument) for argument in arguments], "eagle-vocab")
+        return Outcome(code, *capsys.readouterr())
 
     return call
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
     (folder / "latin1.jinja").write_bytes(b"\xf6")
@@ -49,15 +49,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 text = f"{TEXT[(number + shift) % 3]} {number}"
                 file.write(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
         arguments = ["count", f"{name}={folder / f'{name}.jsonl'}", "--tokenizer", str(folder / "tok")]
-        arguments += ["--held-out", "0.3", "--workers", "0", "--no-progress"]
-        arguments += ["--out", str(folder / f"{name}.counts")]
-        with pytest.raises(SystemExit) as caught:
-            run_cli(vocab, arguments, "eagle-vocab")
-        assert caught.value.code == 0
+        arguments += f"--held-out 0.3 --workers 0 --no-progress --out {folder / name}.counts".split()
+        assert exit_code(run_cli, vocab, arguments, "eagle-vocab") == 0
     return folder
 
 
-def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
+def test_from_counts_to_token_map(run, files, tmp_path):
     options = ("-w", "chat=3", "-o", tmp_path / "mix", "--json")
     merged = run("merge", files / "chat.counts", files / "code.counts", *options)
     assert merged.code == 0
@@ -89,7 +86,7 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
 
 
-def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_path: Path) -> None:
+def test_count_writes_a_file_of_counts_and_nothing_else(run, files, tmp_path):
     out = tmp_path / "counts.safetensors"
     arguments = ("count", files / "chat.jsonl", "--tokenizer", files / "tok", "--out")
     counted = run(*arguments, out, "--json", "--progress")
@@ -98,9 +95,12 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
     again = run(*arguments, out, "--force", "--no-progress")
     assert (again.out.splitlines()[-1], "100%" in again.err) == (f"wrote {out}", False)
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
+    counted = run("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "-o", tmp_path / "a.counts")
+    assert counted.out.splitlines()[0].endswith("; documents without a token: 1")
 
 
-def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path: Path) -> None:
+def test_variables_of_the_template_are_values_of_json(run, files, tmp_path):
     template = "{% for m in messages %}{{ 'yes' if x is true and y == 'Z' }}{{ m.content }}{% endfor %}"
     (tmp_path / "a.jinja").write_text(template)
     arguments = ("count", files / "chat.jsonl", "--tokenizer", files / "tok", "--chat-template", tmp_path / "a.jinja")
@@ -116,13 +116,7 @@ def test_variables_of_the_template_are_values_of_json(run, files: Path, tmp_path
         assert option in refused.err
 
 
-def test_documents_without_a_token_are_told(run, files: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
-    counted = run("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "-o", tmp_path / "a.counts")
-    assert counted.out.splitlines()[0].endswith("; documents without a token: 1")
-
-
-def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
+def test_length_of_t2d_is_the_targets_vocabulary(run, files, tmp_path):
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     export = ("export", tmp_path / "v.json", "--for", "head")
     assert "padding rows" in run(*export, tmp_path / "guessed.safetensors").err
@@ -131,7 +125,7 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
 
 
-def test_coverage_prints_a_table_or_json(run, files: Path, tmp_path: Path) -> None:
+def test_coverage_prints_a_table_or_json(run, files, tmp_path):
     assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json").code == 0
     arguments = ("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts")
     measured = run(*arguments, "--sizes", "300,340")
@@ -142,7 +136,7 @@ def test_coverage_prints_a_table_or_json(run, files: Path, tmp_path: Path) -> No
     assert all(len(source["beside"]) == len(source["coverage"]) for source in found)
 
 
-def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
+def test_rank_with_floors(run, files, tmp_path):
     arguments = ("rank", files / "chat.counts", files / "code.counts", "--tokenizer", files / "tok", "-n", 320)
     held = run(*arguments, "--floor", "chat=0.9", "--floor", "code=0.9", "--json", "-o", tmp_path / "v.json")
     assert [entry["source"] for entry in held.json["floors"]["held"]] == ["chat", "code"]
@@ -153,7 +147,7 @@ def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
     assert "rank with --size 300" in exported.err
 
 
-def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path) -> None:
+def test_rank_by_coverage_and_among_candidates(run, files, tmp_path):
     common = ("--tokenizer", files / "tok", "--json")
     found = run("rank", files / "chat.counts", "--coverage", 0.95, *common, "-o", tmp_path / "a").json
     assert found["size_from_coverage"]["measured_on"] == "held-out"
@@ -166,15 +160,12 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
     assert trained["draft_vocab"] == 280
 
 
-ENCODE = ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library"]
-
-
 def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     write_folder(tmp_path / "other", byte_level_bpe(300))
     monkeypatch.chdir(files)
     places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
-    out = tmp_path / "out.safetensors"
+    out, on_ray = tmp_path / "out.safetensors", ["--tokenizer-library", "tokenizers", "--run-on", "ray"]
     for arguments, message in (
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
@@ -186,7 +177,7 @@ def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
         (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"], "latin1.jinja: not"),
-        ([*ENCODE, "tokenizers", "--run-on", "ray"], "needs Ray"),
+        (["count", "chat.jsonl", "--tokenizer", "TOK", *on_ray], "needs Ray"),
     ):
         done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
         assert done.code == (1 if "another tokenizer" in message else 2)
@@ -197,7 +188,7 @@ def test_errors_are_one_line_and_leave_nothing(run, files, tmp_path, monkeypatch
         assert not out.exists()
 
 
-def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: Path) -> None:
+def test_existing_output_is_refused_before_any_work(run, files, tmp_path):
     out = tmp_path / "v.json"
     out.write_text("mine")
     # The counts file does not exist: it would be the first thing to fail.
@@ -212,15 +203,15 @@ def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: 
     assert (missing.code, "does not exist" in missing.err) == (2, True)
 
 
-def failing(error: BaseException) -> click.Command:
+def failing(error):
     @click.command(cls=EagleCommand)
-    def fail() -> None:
+    def fail():
         raise error
 
     return fail
 
 
-def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_path: Path) -> None:
+def test_names_and_messages_are_harmless_on_a_terminal(run, files, tmp_path):
     counts = TokenCounts.load(files / "chat.counts")
     named = replace(counts.sources[0], name="chat\n\x1b[31mred")
     TokenCounts((named,), counts.tokenizer_hash).save(tmp_path / "named.counts")
@@ -229,7 +220,7 @@ def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_pat
     assert run(command=failing(VocabularyError("a: \x1b[31mred"))).err == "error: a: \\x1b[31mred\n"
 
 
-def test_exit_codes(run) -> None:
+def test_exit_codes(run):
     for error, code, message in (
         (VocabularyError("bad map"), 1, "error: bad map\n"),
         (KeyboardInterrupt(), 130, "interrupted; nothing half-written is left behind\n"),
@@ -240,20 +231,17 @@ def test_exit_codes(run) -> None:
         assert done.code == code
         assert done.err.lstrip("\n").startswith(message)
         assert "Traceback" not in done.err
-
-
-def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
     with pytest.raises(RuntimeError, match="oops"):
         common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
 
 
-def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+def start(program, *arguments):
     command = [sys.executable, "-c", program, *(str(argument) for argument in arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -> None:
+def test_a_reader_that_goes_away_is_no_error(files, tmp_path, run):
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     program = "from eagle_slim.vocab_tools.cli import main; main()"
     with start(program, "show", tmp_path / "v.json", "--tokenizer", files / "tok", "--limit", 300) as process:
@@ -262,11 +250,8 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
         assert process.wait(1800) == 1
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path, number):
     (tmp_path / "m.json").write_text("[1, 2]")
     program = (
         "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"

@@ -1,38 +1,34 @@
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools import DraftVocab, UsageError, VocabularyError
 
 
-def make(ids: list[int] | None = None, forced: int = 1, **options: object) -> DraftVocab:
+def make(ids=None, forced=1, **options):
     return DraftVocab(np.array([2, 9, 0, 7] if ids is None else ids), forced, 10, {"method": "counts"}, **options)
 
 
-def test_rows_and_ranks_of_the_worked_example() -> None:
+def test_rows_and_ranks_of_the_worked_example():
     vocab = make()
     assert vocab.ascending_ids.tolist() == [0, 2, 7, 9]
     assert vocab.prefix(2).target_ids.tolist() == [2, 9]
     assert vocab.prefix(2).num_forced == 1
     assert vocab.prefix(4) is vocab
-
-
-def test_no_prefix_of_a_size_that_there_is_not() -> None:
     for vocab, size in ((make(forced=2), 1), (make(forced=2), 5), (make(ranked=False), 3), (make(forced=0), 0)):
         with pytest.raises(UsageError, match=f"vocabulary of {size} "):
             vocab.prefix(size)
 
 
-def test_bad_ids() -> None:
+def test_bad_ids():
     twice = ([1, 2, 1], "id 1 appears again at position 2")
     for ids, problem in (([], "no ids"), twice, ([1, 10], "id 10 at position 1"), ([-1], "id -1 at")):
         with pytest.raises(VocabularyError, match=problem):
             make(np.array(ids, np.int64), forced=0)
 
 
-def test_ids_cannot_be_changed_behind_its_back() -> None:
+def test_ids_cannot_be_changed_behind_its_back():
     ids = np.array([3, 1])
     vocab = DraftVocab(ids, 0, 10)
     ids[0] = 1
@@ -41,7 +37,7 @@ def test_ids_cannot_be_changed_behind_its_back() -> None:
         vocab.target_ids[0] = 5
 
 
-def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
+def test_an_inferred_target_size_gives_way_to_the_real_one():
     inferred = DraftVocab(np.array([2, 9]), 1, 10, {"target_vocab_from": "tokenizer", "method": "ids"})
     padded = inferred.for_target(64)
     assert (padded.target_vocab, padded.num_forced, padded.target_ids.tolist()) == (64, 1, [2, 9])
@@ -60,7 +56,7 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
         stated.for_target(10_000)
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded(tmp_path):
     path = tmp_path / "vocab.json"
     vocab = replace(make(forced=2), provenance={"file": "no UTF-8: \udcff"})
     vocab.save(path)
@@ -70,7 +66,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert again.provenance == vocab.provenance
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path):
     changes = {"format": ["other"], "version": [9], "target_ids": [[1, 1], [2**70]], "target_vocab": [2**40]}
     changes |= {"num_forced": [7], "provenance": [None, {"warnings": None}, {"counted_ids": "3"}, {"floors": 1}]}
     path, whole = tmp_path / "vocab.json", make().to_json()

@@ -49,8 +49,10 @@ MODELS = {
     "qwen3-8b": Dims(4096, 12288, 32, 8, 128, 151936),
     "llama-3.3-70b": Dims(8192, 28672, 64, 8, 128, 128256),
     "qwen3-30b-a3b": Dims(2048, 6144, 32, 4, 128, 151936),
+    "gpt-oss-20b": Dims(2880, 17280, 64, 8, 64, 201088),
+    "gpt-oss-120b": Dims(2880, 17280, 64, 8, 64, 201088),
 }
-"""From each model's ``config.json`` on the Hugging Face Hub."""
+"""From each model's ``config.json`` on the Hugging Face Hub; of gpt-oss the width is SpecForge's heads'."""
 
 
 def random_head(

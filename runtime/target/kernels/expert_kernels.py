@@ -28,6 +28,7 @@ from .product_kernels import (
     norm_factor,
     own_pair,
     place,
+    plus,
     product,
     put_residual,
     row_scales,
@@ -84,8 +85,13 @@ def _unordered(ordered):
 
 
 @triton.jit
-def _choose(logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexpr, SLOTS: tl.constexpr):
-    """Choose the experts of rows by ``logits`` fp32 [rows, experts]: their ids, then weights, [rows, SLOTS]."""
+def _choose(
+    logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexpr, OF_CHOSEN: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Choose the experts of rows by ``logits`` fp32 [rows, experts]: their ids, then weights, [rows, SLOTS].
+
+    OF_CHOSEN: the softmax is over the chosen ones, in the order of slots.
+    """
     COUNT: tl.constexpr = GRID.experts
     TOP_K: tl.constexpr = GRID.top_k
     slot = tl.arange(0, SLOTS)
@@ -96,24 +102,29 @@ def _choose(logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexp
     ids = tl.full((logits.shape[0], SLOTS), COUNT, tl.int32)
     chosen = tl.zeros((logits.shape[0], SLOTS), tl.float32)
     largest = _unordered((tl.max(keys, 1) >> 32).to(tl.int32))
-    all_weights = exact_sum(tl.where(is_expert, tl.exp(logits - largest[:, None]), 0.0), 1)
+    all_weights = 1.0
+    if not OF_CHOSEN:
+        all_weights = exact_sum(tl.where(is_expert, tl.exp(logits - largest[:, None]), 0.0), 1)
     total = tl.zeros((logits.shape[0],), tl.float32)
     for j in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
         keys = tl.where(keys == best[:, None], _LEAST, keys)
-        probability = tl.exp(_unordered((best >> 32).to(tl.int32)) - largest) / all_weights
+        probability = tl.exp(_unordered((best >> 32).to(tl.int32)) - largest)
+        if not OF_CHOSEN:
+            probability /= all_weights
         total += probability
         of_slot = (slot == j)[None, :]
         id_of = COUNT - best.to(tl.int32)
         ids = tl.where(of_slot & is_used[:, None], id_of[:, None], ids)
         chosen = tl.where(of_slot, probability[:, None], chosen)
-    return ids, chosen / total[:, None] if NORMALISES else chosen
+    return ids, chosen / total[:, None] if NORMALISES or OF_CHOSEN else chosen
 
 
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     x_ptr,
     w_ptr,
+    bias_ptr,
     factor,
     kv_row_ptr,
     rows,
@@ -152,8 +163,12 @@ def route_kernel(
             total += tl.load(picks.sums + at[:, None] + expert[None, :], mask=both, other=0.0, cache_modifier=".cg")
         times = norm_factor(load_squares(factor, row, inside, SHAPE.depth), factor.eps, factor.unshrink, SHAPE.depth)
         kind = x_ptr.dtype.element_ty
-        logits = (total * times[:, None]).to(kind).to(tl.float32)
-        ids, weights = _choose(logits, expert, kv_row >= 0, GRID, NORMALISES, SLOTS)
+        logits = total * times[:, None]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert, mask=expert < SHAPE.size, other=0.0).to(tl.float32)
+            logits += bias[None, :]
+        logits = logits.to(kind).to(tl.float32)
+        ids, weights = _choose(logits, expert, kv_row >= 0, GRID, NORMALISES, bias_ptr is not None, SLOTS)
         slot = tl.arange(0, SLOTS)
         to = row[:, None] * GRID.top_k + slot[None, :]
         kept = inside[:, None] & (slot < GRID.top_k)[None, :]
@@ -216,6 +231,7 @@ def gated_experts_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
+    bias_ptr,
     factor,
     picks,
     rows,
@@ -223,10 +239,11 @@ def gated_experts_kernel(
     SHAPE: tl.constexpr,
     TILES: tl.constexpr,
     GRID: tl.constexpr,
+    CLAMP: tl.constexpr,
     LIFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write the SwiGLU of all pairs, [pairs, width], times LIFT."""
+    """Write the SwiGLU of all pairs, [pairs, width], times LIFT; of experts with a CLAMP as `experts.Clamp` says."""
     wait_for_previous(OVERLAP)
     # Only now: the next kernel reads ``picks`` before it waits for this one.
     let_next_begin(OVERLAP)
@@ -237,7 +254,10 @@ def gated_experts_kernel(
     expert, count, found = _find(picks, tl.program_id(0) // (GRID.shares * TILED), rows, GRID)
     of_pair, is_up = own_pair(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRED + of_pair
-    w_row, w_inside = expert * SHAPE.size + in_tile + is_up * SIZE, in_tile < SIZE
+    first_row = expert * SHAPE.size
+    # With a clamp rows of gate and up take turns.
+    w_row = first_row + in_tile + is_up * SIZE if CLAMP is None else first_row + 2 * in_tile + is_up
+    w_inside = in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
     n = tile * PAIRED + tl.arange(0, PAIRED)
     COLUMNS: tl.constexpr = TILES.block_n
@@ -254,7 +274,18 @@ def gated_experts_kernel(
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         gate *= times[None, :]
         up *= times[None, :]
-        value = (gate * tl.sigmoid(gate) * up * LIFT).to(out_ptr.dtype.element_ty)
+        if CLAMP is not None:
+            ALPHA: tl.constexpr = CLAMP.alpha
+            LIMIT: tl.constexpr = CLAMP.limit
+            bias_at = bias_ptr + expert * SHAPE.size + 2 * n
+            gate += tl.load(bias_at, mask=n < SIZE, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias_at + 1, mask=n < SIZE, other=0.0).to(tl.float32)[:, None]
+            # Comparisons, so that NaN stays NaN.
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+            value = ((up + 1) * (gate * tl.sigmoid(gate * ALPHA)) * LIFT).to(out_ptr.dtype.element_ty)
+        else:
+            value = (gate * tl.sigmoid(gate) * up * LIFT).to(out_ptr.dtype.element_ty)
         to = pair.to(tl.int64)[None, :] * SIZE + n[:, None]
         tl.store(out_ptr + to, value, mask=(n < SIZE)[:, None] & inside[None, :])
 
@@ -285,6 +316,7 @@ def add_experts_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
+    bias_ptr,
     gain_ptr,
     shrink,
     picks,
@@ -321,6 +353,9 @@ def add_experts_kernel(
         acc = sum_split(operands, pair, inside, w_row, n_inside, 0, 0, none, SHAPE, TILES)
         if SHAPE.groups > 0:
             acc *= row_scales(operands, w_row, n_inside, SHAPE)[:, None]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + w_row, mask=n_inside, other=0.0).to(tl.float32)
+            acc = plus(acc, tl.broadcast_to(bias[:, None], acc.shape))
         to = pair.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
         tl.store(part_ptr + to, acc, mask=n_inside[:, None] & inside[None, :])
     if GRID.combines:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..fp8 import Fp8Weight, Weight
+from ..fp8 import Fp8Weight
+from ..mxfp4 import ExpertWeight, Mxfp4Weight
 from . import expert_kernels as kernels
 from .expert_kernels import ExpertGrid, Picks
 from .machine import overlapping, overwrites_operands
@@ -43,9 +45,38 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     ),
     # Of more rows two sums at once, of a step and of all before it, do not fit into the registers.
     "fp8 by blocks": (ProductTiles(64, 128, 16, 4, 4, ahead=256), ProductTiles(64, 128, 32, 4, 3, ahead=256)),
+    "mxfp4": (
+        # A cache line of a row a step. Of 8 rows Triton 3.6 would take mma.sync, which rounds otherwise than wgmma.
+        ProductTiles(64, 256, 16, 4, 3, ahead=512, max_registers=168),
+        ProductTiles(64, 128, 32, 4, 3, ahead=512),
+        ProductTiles(64, 128, 64, 4, 3),
+    ),
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
 """By the rows that an expert has in the mean, or the most."""
+
+
+class Clamp(NamedTuple):
+    """Numbers of gpt-oss' SwiGLU, ``(up + 1) * gate * sigmoid(alpha * gate)``.
+
+    Gate and up are at most ``limit``, up also at least its negative.
+    """
+
+    alpha: float
+    limit: float
+
+    def gated(self, both: Tensor) -> Tensor:
+        """Compute it of ``both``, gates and ups in turn [rows, 2 * width]: [rows, width]."""
+        gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class Biases(NamedTuple):
+    """Biases of a router [experts], of gate and up [experts * 2 * width] and of down [experts * hidden]."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,15 +84,18 @@ class Experts:
     """The router and the experts of a layer.
 
     ``router`` [experts, hidden]; ``gate_up`` [experts * 2 * width, hidden], an expert's gate before its up, and
-    ``down`` [experts * hidden, width], in the model's type or in FP8. ``normalises``: the weights of a row's ``top_k``
-    experts are divided by their sum.
+    ``down`` [experts * hidden, width], in the model's type, FP8 or MXFP4. ``normalises``: the weights of a row's
+    ``top_k`` experts are divided by their sum. With ``biases`` and a ``clamp`` the softmax is over the chosen experts
+    alone, and rows of gate and up take turns (gpt-oss).
     """
 
     router: Tensor
-    gate_up: Weight
-    down: Weight
+    gate_up: ExpertWeight
+    down: ExpertWeight
     top_k: int
     normalises: bool
+    biases: Biases | None = None
+    clamp: Clamp | None = None
 
     @property
     def count(self) -> int:
@@ -75,8 +109,9 @@ class Experts:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all experts, but for scales."""
-        return sum(source_of(weight).nbytes for weight in (self.gate_up, self.down))
+        """Bytes of all experts, but for scales of FP8."""
+        weights = (self.gate_up, self.down)
+        return sum((each if isinstance(each, Mxfp4Weight) else source_of(each)).nbytes for each in weights)
 
 
 @dataclass(frozen=True)
@@ -120,11 +155,12 @@ def router_shape(router: Tensor) -> ProductShape:
     return ProductShape(size, depth, -(-depth // _ROUTER_SPLIT), _ROUTER_SPLIT, precision_of(router))
 
 
-def expert_shape(weight: Weight, count: int) -> ProductShape:
-    """Return what decides the bits of a product with one of ``count`` experts: K is whole."""
+def expert_shape(weight: ExpertWeight, count: int, x: Tensor) -> ProductShape:
+    """Return what decides the bits of a product of ``x`` with one of ``count`` experts: K is whole."""
     rows, depth = weight.shape
     groups = weight.scales.shape[1] if isinstance(weight, Fp8Weight) else 0
-    return ProductShape(rows // count, depth, 1, depth, precision_of(source_of(weight)), groups)
+    fp4_rows = rows if isinstance(weight, Mxfp4Weight) else 0
+    return ProductShape(rows // count, depth, 1, depth, precision_of(x), groups, fp4_rows)
 
 
 def route_ref(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, routing: Routing) -> None:
@@ -134,9 +170,11 @@ def route_ref(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, r
     """
     picks, count = routing.picks, len(kv_rows)
     logits = (rows.scaled.float() / norm.lift) @ experts.router.float().t() * rows.factor(norm)
+    if experts.biases is not None:
+        logits += experts.biases.router.float()
     logits = logits.to(experts.router.dtype).float()
     order = logits.sort(dim=1, descending=True, stable=True).indices[:, : experts.top_k]
-    weights = logits.softmax(1).gather(1, order)
+    weights = logits.softmax(1).gather(1, order) if experts.biases is None else logits.gather(1, order).softmax(1)
     if experts.normalises:
         weights /= weights.sum(1, keepdim=True)
     picks.experts[:count] = torch.where(kv_rows[:, None] >= 0, order, experts.count)
@@ -157,7 +195,8 @@ def route(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, routi
     constants = {"SHAPE": shape, "TILES": tiles, "GRID": grid, "NORMALISES": experts.normalises}
     constants |= {"BLOCK": _power(shape.size), "SLOTS": _power(experts.top_k), "OVERLAP": overlaps}
     programs = triton.cdiv(count, tiles.block_rows) * triton.cdiv(shape.size, tiles.block_n) * shape.splits
-    given = rows.scaled, experts.router, factor, kv_rows, count, routing.picks
+    bias = None if experts.biases is None else experts.biases.router
+    given = rows.scaled, experts.router, bias, factor, kv_rows, count, routing.picks
     kernels.route_kernel[(programs,)](*given, **constants, num_warps=4, **options)
     if grid.block == 0:
         constants = {"GRID": grid, "BLOCK": 1024, "OVERLAP": overlaps, "num_warps": 4}
@@ -165,26 +204,34 @@ def route(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, routi
 
 
 def gated_experts_ref(rows: NormedRows, norm: Norm, experts: Experts, routing: Routing, lift: float = 1.0) -> None:
-    """Write ``silu(gate) * up * lift`` of every row's experts to ``routing.gated``."""
+    """Write ``silu(gate) * up * lift`` of every row's experts to ``routing.gated``, or what their `Clamp` says."""
     count = len(rows.scaled)
     factor, picked = rows.factor(norm), routing.picks.experts[:count].flatten()
     for expert in picked[picked < experts.count].unique().tolist():
         pairs = (picked == expert).nonzero()[:, 0]
         row = pairs // experts.top_k
         both = multiply(rows.scaled[row], _of_expert(experts.gate_up, expert, experts.count)) * factor[row]
-        gate, up = both.chunk(2, -1)
-        routing.gated[pairs] = (F.silu(gate) * up * lift).to(routing.gated.dtype)
+        if experts.clamp is not None and experts.biases is not None:
+            value = experts.clamp.gated(both + experts.biases.gate_up.view(experts.count, -1)[expert].float())
+        else:
+            gate, up = both.chunk(2, -1)
+            value = F.silu(gate) * up
+        routing.gated[pairs] = (value * lift).to(routing.gated.dtype)
 
 
 def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routing, lift: float = 1.0) -> None:
     """Run `gated_experts_ref` as one launch."""
-    count, shape = len(rows.scaled), expert_shape(experts.gate_up, experts.count)
+    count, shape = len(rows.scaled), expert_shape(experts.gate_up, experts.count, rows.scaled)
     tiles, grid = _tiles(experts, shape, count, routing.gated)
-    given = *_weight_args(rows.scaled, experts.gate_up), factor_args(rows, norm), routing.picks, count, routing.gated
+    bias = None if experts.biases is None else experts.biases.gate_up
+    weights = *_weight_args(rows.scaled, experts.gate_up), bias
+    given = *weights, factor_args(rows, norm), routing.picks, count, routing.gated
     overlaps, options = overlapping(routing.gated.device)
     constants = {"SHAPE": shape, "TILES": tiles, "GRID": grid, "LIFT": lift, "OVERLAP": overlaps}
+    constants["CLAMP"] = experts.clamp
+    constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
     programs = _places(grid, count) * triton.cdiv(experts.width, tiles.block_n // 2)
-    kernels.gated_experts_kernel[(programs,)](*given, **constants, num_warps=tiles.num_warps, **options)
+    kernels.gated_experts_kernel[(programs,)](*given, **constants, **options)
 
 
 def add_experts_ref(
@@ -200,6 +247,8 @@ def add_experts_ref(
     for expert in picked[picked < experts.count].unique().tolist():
         pairs = (picked == expert).nonzero()[:, 0]
         parts[pairs] = multiply(routing.gated[pairs], _of_expert(experts.down, expert, experts.count))
+        if experts.biases is not None:
+            parts[pairs] += experts.biases.down.view(experts.count, -1)[expert].float()
     total = torch.zeros_like(parts[:count])
     for slot in range(experts.top_k):
         total += picks.weights[:count, slot, None] * parts.view(count, experts.top_k, -1)[:, slot]
@@ -212,14 +261,16 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     `gated_experts` must be the operation before: its launch lets this one read where rows go.
     """
     count, hidden = rows.residual.shape
-    shape = expert_shape(experts.down, experts.count)
+    shape = expert_shape(experts.down, experts.count, routing.gated)
     tiles, grid = _tiles(experts, shape, count, rows.residual)
     overlaps, options = overlapping(rows.residual.device)
     shared = {"GRID": grid, "TAP": tap is not None, "OVERLAP": overlaps}
     ends = norm.gain, norm.shrink * norm.lift
-    given = *_weight_args(routing.gated, experts.down), *ends, routing.picks, count, routing.parts
+    bias = None if experts.biases is None else experts.biases.down
+    given = *_weight_args(routing.gated, experts.down), bias, *ends, routing.picks, count, routing.parts
     tap_of = tap_args(rows, tap)
-    constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED, "num_warps": tiles.num_warps}
+    constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED}
+    constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
     programs = _places(grid, count) * triton.cdiv(hidden, tiles.block_n)
     kernels.add_experts_kernel[(programs,)](*given, rows, tap_of, **constants, **options)
     if not grid.combines:
@@ -228,14 +279,16 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
         kernels.combine_kernel[blocks](routing.parts, routing.picks, *ends, count, rows, tap_of, **constants, **options)
 
 
-def _of_expert(weight: Weight, expert: int, count: int) -> Weight:
+def _of_expert(weight: ExpertWeight, expert: int, count: int) -> ExpertWeight:
+    if isinstance(weight, Mxfp4Weight):
+        return weight.of_expert(expert, count)
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.words.chunk(count)[expert], weight.scales.chunk(count)[expert])
     return weight.chunk(count)[expert]
 
 
-def _weight_args(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor, Tensor | None]:
-    return x, source_of(weight), weight.scales if isinstance(weight, Fp8Weight) else None
+def _weight_args(x: Tensor, weight: ExpertWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x, source_of(weight), None if isinstance(weight, Tensor) else weight.scales
 
 
 def _power(size: int) -> int:
@@ -262,7 +315,10 @@ def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple
     pairs = rows * experts.top_k
     wanted = 16 if pairs <= _FEW_PAIRS else 2 * pairs // experts.count
     plain = "fp32" if x.dtype == torch.float32 else "plain"
-    known = _TILES[(plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
+    known = _TILES["mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
-    tiles = replace(tiles, waits=shape.groups == 1 and overwrites_operands(x.device))
+    is_widened = shape.groups == 1 or shape.fp4_rows > 0
+    is_hopper = overwrites_operands(x.device)
+    # Elsewhere a limit spills.
+    tiles = replace(tiles, waits=is_widened and is_hopper, max_registers=tiles.max_registers if is_hopper else None)
     return tiles, _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))

@@ -51,7 +51,8 @@ _LIFT = tl.constexpr(LIFT)
 class ProductShape:
     """Constants that decide the bits of a product; ``size`` and ``depth`` are N and K.
 
-    ``groups``: scales of a row of FP8 weights, 0 for other weights.
+    ``groups``: scales of a row of FP8 weights, 0 for other weights. ``fp4_rows``: rows of a whole `Mxfp4Weight`, of
+    which the product takes some; 0 for other weights.
     """
 
     size: int
@@ -60,11 +61,12 @@ class ProductShape:
     split_size: int
     precision: str
     groups: int = 0
+    fp4_rows: int = 0
 
     @property
     def packed(self) -> int:
-        """Weights in an element of w: FP8 weights are read by words."""
-        return 4 if self.groups else 1
+        """Weights in an element of w: FP8 and MXFP4 weights are read by words."""
+        return 8 if self.fp4_rows else 4 if self.groups else 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class ProductTiles:
 
     ``ahead``: columns of w that a program asks for before it may read x. ``tma``: w and x are copied by descriptors
     (TMA), without threads' registers and instructions, which bound products of many rows. ``waits``: `_ended` waits.
+    ``max_registers`` of a thread, so that more programs share a multiprocessor; None: as many as a compiler takes.
     """
 
     block_n: int
@@ -85,6 +88,7 @@ class ProductTiles:
     cooperative: bool = False
     tma: bool = False
     waits: bool = False
+    max_registers: int | None = None
 
 
 class SplitScratch(NamedTuple):
@@ -221,6 +225,50 @@ def _widened(words, kind: tl.constexpr):
 
 
 @triton.jit
+def _scaled(pairs, scale, kind: tl.constexpr):
+    """Return both numbers of each pair, which lack a factor 2^126, times 2^(scale - 127) without it."""
+    if kind == tl.bfloat16:
+        # Both at once, and numbers below the normal ones as they are; minus zero is added.
+        times: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"
+        pairs = tl.inline_asm_elementwise(times, "=r,r,r", [pairs, scale * 0x800080], tl.uint32, is_pure=True, pack=1)
+        return tl.join(_half(pairs, 0, kind), _half(pairs, 1, kind))
+    else:
+        factor = (scale << 23).to(tl.float32, bitcast=True)
+        first, second = (pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.join((first * factor).to(kind), (second * factor).to(kind))
+
+
+@triton.jit
+def _widened_fp4(words, scale_ptr, n, n_inside, at, kind: tl.constexpr, SHAPE: tl.constexpr):
+    """Widen MXFP4 weights [rows, words] from column ``at`` on to [rows, 8 * words], as `Mxfp4Weight` orders them."""
+    SIZE: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    FOURS: tl.constexpr = WORDS // 16
+    scale_at = scale_ptr + at // 128 * SHAPE.fp4_rows + n
+    scales = tl.load(scale_at, mask=n_inside, other=0)
+    if FOURS == 2:
+        more = tl.load(scale_at + SHAPE.fp4_rows, mask=n_inside & (at + 128 < SHAPE.depth), other=0)
+        scales = tl.join(scales, more)
+    else:
+        scales = scales[:, None]
+    scales = scales.to(tl.uint32, bitcast=True)
+    # Views of loads alone, so that a compiler loads all of it as instructions take it.
+    scale = tl.join(tl.join(scales & 255, scales >> 16 & 255), tl.join(scales >> 8 & 255, scales >> 24))
+    scale = tl.broadcast_to(tl.reshape(scale, (SIZE, 4 * FOURS, 1)), (SIZE, 4 * FOURS, 4))
+    scale = tl.reshape(scale, (SIZE, WORDS))
+    words = words.to(tl.uint32, bitcast=True)
+    a = _scaled(words & 0x81C081C0, scale, kind)
+    # Masked twice, as the interpreter shifts signs in.
+    b = _scaled((words >> 6 & 0x03FFFFFF | words << 26) & 0x81C081C0, scale, kind)
+    c = _scaled(words << 4 & 0x81C081C0, scale, kind)
+    d = _scaled((words << 6 & 0x80C080C0) | (words >> 2 & 0x01000100), scale, kind)
+    # Of 32 columns word t has columns 2 t and 2 t + 1 in a, and 8, 16 and 24 columns on in b, c, d.
+    apart = tl.join(tl.join(a, b), tl.join(c, d))
+    apart = tl.permute(tl.reshape(apart, (SIZE, WORDS // 4, 4, 2, 2, 2)), (0, 1, 5, 4, 2, 3))
+    return tl.reshape(apart, (SIZE, 8 * WORDS))
+
+
+@triton.jit
 def _ended(acc, TILES: tl.constexpr):
     """Return a sum once its products have ended, as its value is read in the loop.
 
@@ -235,7 +283,10 @@ def _ended(acc, TILES: tl.constexpr):
 @triton.jit
 def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Add the product of the columns of a step, from column ``at`` on, to ``acc``."""
-    if SHAPE.groups == 0:
+    if SHAPE.fp4_rows > 0:
+        w = _widened_fp4(w, scale_ptr, n, n_inside, at, x.dtype, SHAPE)
+        return _ended(tl.dot(w, x, acc, input_precision=SHAPE.precision), TILES)
+    elif SHAPE.groups == 0:
         return tl.dot(w, x, acc, input_precision=SHAPE.precision)
     elif SHAPE.groups == 1:
         return _ended(tl.dot(_widened(w, x.dtype), x, acc), TILES)
@@ -304,7 +355,7 @@ def ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _add(x, y):
+def plus(x, y):
     """Add x and y. Where x is a product of one step, a compiler makes y the start of its sum if it sees an addition."""
     return tl.fma(x, tl.full(x.shape, 1.0, tl.float32), y)
 
@@ -430,13 +481,13 @@ def product(
         if TILES.sums_all_splits:
             for each in tl.range(1, SHAPE.splits):
                 more = _tma_split(operands, row, n, n_inside, second, each, SHAPE, TILES, PAIRS)
-                acc = _add(more, acc)
+                acc = plus(more, acc)
     elif TILES.sums_all_splits:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         acc = sum_split(operands, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            acc = _add(sum_split(operands, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
+            acc = plus(sum_split(operands, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
     else:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = split * SHAPE.split_size + tl.arange(0, TILES.block_k)
@@ -609,9 +660,9 @@ def add_product_kernel(
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         total = _whole(scratch, acc, scales, own, own_inside, SHAPE, TILES)
         if BIAS:
-            total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
+            total = plus(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
-            _add(total, before.to(tl.float32)), gain, shrink, own, own_inside, n, n_inside, out, tap, SHAPE.size, TAP
+            plus(total, before.to(tl.float32)), gain, shrink, own, own_inside, n, n_inside, out, tap, SHAPE.size, TAP
         )
 
 

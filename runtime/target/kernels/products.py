@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..fp8 import SCALE_BLOCK, Fp8Weight, Weight
+from ..mxfp4 import ExpertWeight, Mxfp4Weight
 from . import product_kernels as kernels
 from .machine import NO_FUSION, major_capability, num_processors, overlapping, overwrites_operands, programs_wait
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
@@ -30,7 +31,7 @@ _MOST_TILES = 384
 """Tiles of 64 rows of FP8 weights from which on K is not cut; other weights' parts take longer, so half as many."""
 
 
-def lift_of(weight: Weight | None, dtype: torch.dtype) -> float:
+def lift_of(weight: ExpertWeight | None, dtype: torch.dtype) -> float:
     """Return how many times larger rows of a type must be that a weight multiplies: not 1 for FP8 weights and bf16."""
     return kernels.LIFT if isinstance(weight, Fp8Weight) and dtype == torch.bfloat16 else 1.0
 
@@ -48,7 +49,7 @@ class Norm(NamedTuple):
     lift: float = 1.0
 
     @classmethod
-    def of(cls, gain: Tensor, eps: float, weight: Weight | None = None) -> Norm:
+    def of(cls, gain: Tensor, eps: float, weight: ExpertWeight | None = None) -> Norm:
         """Take a norm's gain, and the weight that multiplies what the norm gives; waits for the device."""
         largest = float(gain.detach().abs().max())
         shrink = 2.0 ** -math.ceil(math.log2(largest)) if 1 < largest < math.inf else 1.0
@@ -128,9 +129,9 @@ def has_descriptors(weight: Weight, x: Tensor) -> bool:
     )
 
 
-def source_of(weight: Weight) -> Tensor:
+def source_of(weight: ExpertWeight) -> Tensor:
     """Return what a kernel reads a weight from."""
-    return weight.words if isinstance(weight, Fp8Weight) else weight
+    return weight if isinstance(weight, Tensor) else weight.words
 
 
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
@@ -207,8 +208,10 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
     kernels.norm_kernel[(triton.cdiv(count, 4), triton.cdiv(hidden, 256))](*given, **constants, **options)
 
 
-def multiply(x: Tensor, weight: Weight) -> Tensor:
+def multiply(x: Tensor, weight: ExpertWeight) -> Tensor:
     """Multiply rows, `lift_of` times too large, by a weight, in fp32; no FP8 weight is rounded to the rows' type."""
+    if isinstance(weight, Mxfp4Weight):
+        weight = weight.dequantised(x.dtype)
     if isinstance(weight, Fp8Weight):
         return x.float() / lift_of(weight, x.dtype) @ weight.dequantised(torch.float32).t()
     return (x @ weight.t()).float()

@@ -1,5 +1,6 @@
 """Opening heads: every spelling is one head, and what is not such a head is refused by name."""
 
+import itertools
 import json
 
 import numpy as np
@@ -53,14 +54,12 @@ def test_a_null_outside_gives_way_to_the_value_inside(tmp_path):
     assert {key: head.config[key] for key in inside} == inside
 
 
-@pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ascending", [True, False])
-@pytest.mark.parametrize("t2d", [True, False])
-def test_maps_of_both_widths_sorted_or_not(tmp_path, d2t_dtype, ascending, t2d):
-    ids = trained_ids(ascending=ascending)
-    head = open_head(write_eagle3(tmp_path / "head", ids=ids, d2t_dtype=d2t_dtype, t2d=t2d))
-    assert head.draft_ids_to_target.tolist() == ids.tolist()
-    assert any("ascending" in warning for warning in head.warnings) == (not ascending)
+def test_maps_of_both_widths_sorted_or_not(tmp_path):
+    for d2t_dtype, ascending, t2d in itertools.product((torch.int32, torch.int64), (True, False), (True, False)):
+        ids = trained_ids(ascending=ascending)
+        head = open_head(write_eagle3(tmp_path / "head", ids=ids, d2t_dtype=d2t_dtype, t2d=t2d))
+        assert head.draft_ids_to_target.tolist() == ids.tolist()
+        assert any("ascending" in warning for warning in head.warnings) == (not ascending)
 
 
 def test_absolute_map_is_refused_unless_said(tmp_path):
@@ -69,11 +68,6 @@ def test_absolute_map_is_refused_unless_said(tmp_path):
     with pytest.raises(MismatchError, match="--d2t-form absolute"):
         open_head(folder)
     assert open_head(folder, d2t_form="absolute").draft_ids_to_target.tolist() == ids.tolist()
-
-
-def test_a_trivial_map_is_none(tmp_path):
-    head = open_head(write_eagle3(tmp_path / "trivial", ids=np.arange(VOCAB)))
-    assert (head.draft_ids_to_target, head.draft_vocab) == (None, VOCAB)
 
 
 @pytest.mark.parametrize("stated", [..., None, VOCAB])
@@ -101,6 +95,10 @@ def test_last_hidden_state_only(tmp_path):
     assert head.tap_layers == ()
 
 
+ATTENTION = "midlayer.self_attn"
+Q_BIAS = {f"{ATTENTION}.q_proj.bias": heads.random((HIDDEN,), 1)}
+WHOLE = ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
+WHOLE_MODEL = {f"model.{name}.weight": torch.ones(4, 4) for name in WHOLE}
 PLAIN_ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SECTIONS = {"rope_type": "default", "mrope_section": [16, 24, 24]}
@@ -210,15 +208,12 @@ def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
     assert "vLLM" in head.dropped["lm_head.weight"]
 
 
-BIAS = heads.random((HIDDEN,), 1)
-
-
 def test_eagle1_that_is_not_what_its_configuration_says(tmp_path):
     for arguments, words in (
         ({"num_key_value_heads": 4}, ("layers.0.self_attn.k_proj.weight", "[32, 32]")),
         ({"qkv_bias": True}, ("attention_bias",)),
-        ({"extra": {"layers.0.self_attn.o_proj.bias": BIAS}, "attention_bias": None}, ("self_attn.o_proj.bias",)),
-        ({"extra": {"layers.0.mlp.down_proj.bias": BIAS}, "mlp_bias": False}, ("mlp_bias", "mlp.down_proj.bias")),
+        ({"extra": {"layers.0.self_attn.o_proj.bias": ones(32)}, "attention_bias": None}, ("self_attn.o_proj.bias",)),
+        ({"extra": {"layers.0.mlp.down_proj.bias": ones(32)}, "mlp_bias": False}, ("mlp_bias", "mlp.down_proj.bias")),
     ):
         with raises_with(MismatchError, *words):
             open_head(write_eagle1(tmp_path / "head", **arguments))
@@ -273,11 +268,6 @@ def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write, changes, s
     assert warning.startswith(said)
 
 
-ATTENTION = "midlayer.self_attn"
-Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
-TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -303,7 +293,7 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_scaling": {"rope_type": "unheard"}}, MismatchError, ["rope_scaling.rope_type", "unheard"]),
         ({"partial_rotary_factor": 0.4}, MismatchError, ["partial_rotary_factor", "0.4"]),
         ({"partial_rotary_factor": 1.5}, MismatchError, ["partial_rotary_factor", "1.5"]),
-        ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
+        ({"rope_parameters": BY_KIND}, MismatchError, ["full_attention", "sliding_attention"]),
         ({"rope_parameters": {**BY_KIND, "rope_theta": 1e4}}, MismatchError, ["rope_parameters", "rope_theta"]),
         ({"rope_parameters": BY_KIND, "layer_types": ["chunked_attention"]}, MismatchError, ["layer_types"]),
         ({"rope_parameters": PLAIN_ROPE, "rope_scaling": LINEAR}, MismatchError, ["rope_scaling", "linear"]),
@@ -339,10 +329,6 @@ def test_refused(tmp_path, arguments, error, words):
         open_head(folder)
 
 
-_WHOLE_MODEL = {f"model.{name}.weight": ones(4, 4) for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj")}
-_WHOLE_MODEL["model.layers.0.self_attn.q_norm.weight"] = ones(4, 4)
-
-
 @pytest.mark.parametrize(
     ("tensors", "config", "found", "advice"),
     [
@@ -357,7 +343,7 @@ _WHOLE_MODEL["model.layers.0.self_attn.q_norm.weight"] = ones(4, 4)
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
         ({"model.layers.0.enorm.weight": ones(4)}, {}, "a multi-token-prediction", "or llama.cpp b11434"),
         ({"mtp.fc.weight": ones(4, 4)}, {}, "a multi-token-prediction", "with fewer rows in SGLang 0.5.23"),
-        (_WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
+        (WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
     ],
 )
 def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):
@@ -434,10 +420,8 @@ def test_null_quantisation_file_is_no_quantisation(tmp_path):
         open_head(folder)
 
 
-@pytest.mark.parametrize(
-    ("t2d", "form", "doubted"), [(False, "auto", True), (True, "auto", False), (False, "offset", False)]
-)
-def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path, t2d, form, doubted):
-    head = open_head(write_eagle3(tmp_path / "head", ids=np.arange(50), t2d=t2d), d2t_form=form)
-    assert head.draft_ids_to_target.tolist() == list(range(50))
-    assert any("whose map was never set" in warning for warning in head.warnings) == doubted
+def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path):
+    for t2d, form, doubted in ((False, "auto", True), (True, "auto", False), (False, "offset", False)):
+        head = open_head(write_eagle3(tmp_path / "head", ids=np.arange(50), t2d=t2d), d2t_form=form)
+        assert head.draft_ids_to_target.tolist() == list(range(50))
+        assert any("whose map was never set" in warning for warning in head.warnings) == doubted

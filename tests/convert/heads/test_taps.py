@@ -73,19 +73,13 @@ def test_two_equal_lists_are_told_apart_by_the_number_of_layers(tmp_path, target
         convert(tmp_path / "head", draft_vocab=8, target=target, out=tmp_path / "out", vocabulary=BY_ID)
 
 
-@pytest.mark.parametrize(("changes", "layers"), [({AUX: [1, 3, 9]}, 8), ({"target_layer_ids": [1, 3, 8]}, 8), ({}, 2)])
-def test_layers_that_the_target_has_not(tmp_path, changes, layers):
-    with raises(MismatchError, option="--tap-layers"):
-        open_head(write(tmp_path / "head", **changes)).taps(layers)
-
-
-def test_given_layers_beyond_the_target_are_told_as_such(tmp_path):
+def test_layers_that_the_target_has_not_and_given_ones_that_are_none(tmp_path):
+    for changes, layers in (({AUX: [1, 3, 9]}, 8), ({"target_layer_ids": [1, 3, 8]}, 8), ({}, 2)):
+        folder = write(tmp_path / "head", **changes)
+        with raises(MismatchError, option="--tap-layers"):
+            open_head(folder).taps(layers)
     with raises(MismatchError, option="layers [1, 2, 9] of the target are to be read, and it has 8"):
-        open_head(write(tmp_path / "head"), tap_layers=[1, 2, 9]).taps(8)
-
-
-def test_given_layers_that_are_none(tmp_path):
-    folder = write(tmp_path / "head")
+        open_head(folder, tap_layers=[1, 2, 9]).taps(8)
     for given in ((2, 4), (-1, 4, 5), (4, 2, 5), 3):
         with pytest.raises(MismatchError, match="--tap-layers"):
             open_head(folder, tap_layers=given)

@@ -25,13 +25,11 @@ from support.heads import (
     HIDDEN,
     TOKENS,
     VOCAB,
-    change_config,
     config_of,
     eagle3_tensors,
     random,
     write_eagle1,
     write_eagle3,
-    write_json,
     write_target,
 )
 from support.raising import raises, raises_with
@@ -40,12 +38,12 @@ from support.tampering import change_manifest
 from support.token_counts import source as source_counts
 from support.token_counts import token_counts
 
+RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
+PADDED, UNFORCED = [*range(300), TOKENS + 3, VOCAB - 1], [0, 1, *range(100, 340)]
+
 
 def target_ids(tensors) -> np.ndarray:
     return (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy()
-
-
-RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
 
 
 def audited(tmp_path, head, target=None):
@@ -101,9 +99,8 @@ def test_map_composed_with_map(tmp_path):
     head = write_eagle3(tmp_path / "head", ids=old, d2t_dtype=torch.int32)
     chosen = [int(token_id) for token_id in np.random.default_rng(0).permutation(old)[:64]]
     done = convert(head, draft_vocab=64, vocabulary=by_map(tmp_path, chosen), out=tmp_path / "out")
-    tensors, source = written(done.folder), eagle3_tensors(rows=120)["lm_head.weight"]
-    for row, token in enumerate(sorted(chosen)):
-        assert torch.equal(tensors["lm_head.weight"][row], source[old.tolist().index(token)])
+    tensors, rows = written(done.folder), [old.tolist().index(token) for token in sorted(chosen)]
+    assert torch.equal(tensors["lm_head.weight"], eagle3_tensors(rows=120)["lm_head.weight"][rows])
     assert target_ids(tensors).tolist() == sorted(chosen)
     assert verify_artifact(done.folder, head=head).ok
 
@@ -124,22 +121,13 @@ def test_same_size_normalises_and_more_is_refused(tmp_path):
     assert not (tmp_path / "full").exists()
 
 
-def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
-    old = np.array([*range(300), TOKENS + 3, VOCAB - 1])
-    head = write_eagle3(tmp_path / "head", ids=old)
-    done = convert(head, draft_vocab=302, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-    assert target_ids(written(done.folder)).tolist() == old.tolist()
-    assert any("belong to no token" in warning for warning in done.manifest.warnings)
-    assert verify_artifact(done.folder, head=head, target=target).ok
-
-
-def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
-    old = np.array([0, 1, *range(100, 340)])
-    head = write_eagle3(tmp_path / "head", ids=old)
-    done = convert(head, draft_vocab=240, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-    assert 2 not in target_ids(written(done.folder))
-    assert any("never trained" in warning for warning in done.manifest.warnings)
-    assert 2 in done.manifest.vocabulary["forced_but_untrained"]
+@pytest.mark.parametrize(("old", "words"), [(PADDED, "belong to no token"), (UNFORCED, "never trained")])
+def test_same_size_keeps_rows_of_padding_ids_and_adds_no_forced_ones(tmp_path, target, old, words):
+    head = write_eagle3(tmp_path / "head", ids=np.array(old))
+    done = convert(head, draft_vocab=len(old), vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert target_ids(written(done.folder)).tolist() == old
+    assert any(words in warning for warning in done.manifest.warnings)
+    assert (2 in done.manifest.vocabulary.get("forced_but_untrained", [])) == (2 not in old)
     assert verify_artifact(done.folder, head=head, target=target).ok
 
 
@@ -304,7 +292,7 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
 @pytest.mark.parametrize("ids", [None, heads.trained_ids()])
 def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
     """The head pads the target's 300 ids to 384; the tokenizer has tokens beyond them."""
-    change_config(target, vocab_size=300)
+    heads.change_config(target, vocab_size=300)
     head = write_eagle3(tmp_path / "head", ids=ids)
     size = 290 if ids is None else int((ids < 300).sum())
     done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
@@ -379,11 +367,10 @@ def test_eagle1_keeps_its_norms(tmp_path):
     assert any("raise ValueError with an EAGLE-1/2 head" in warning for warning in done.manifest.warnings)
 
 
-def test_counts_rank_and_coverage_is_measured(tmp_path, target):
+def test_counts_rank_and_coverage_is_measured(tmp_path, head, target):
     tokenizer = load_tokenizer(str(target))
     documents = [[300, 301, 302] * 20, [5, 290, 2]]
     counts = token_counts([token % 97 for token in range(TOKENS)], documents, tokenizer.tokenizer_hash)
-    head = write_eagle3(tmp_path / "head")
     request = VocabRequest(counts=(counts,))
     done = convert_all(head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many")
     assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
@@ -402,8 +389,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
 
 
-def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_counts_of_another_tokenizer_are_refused(tmp_path, head, target):
     other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
     with pytest.raises(TokenizerError):
         convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
@@ -418,13 +404,20 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     wide = write_target(tmp_path / "wide", hidden=48)
     with pytest.raises(MismatchError, match="hidden_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=wide, out=tmp_path / "o")
-    change_config(target, vocab_size=VOCAB + 64)
+    heads.change_config(target, vocab_size=VOCAB + 64)
     with pytest.raises(MismatchError, match="vocab_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
-    change_config(target, vocab_size=VOCAB, num_hidden_layers=3)
+    heads.change_config(target, vocab_size=VOCAB, num_hidden_layers=3)
     tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     with raises(MismatchError, option="--tap-layers"):
         convert(tapped, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
+    heads.change_config(target, num_hidden_layers=heads.LAYERS)
+    other = write_folder(tmp_path / "other", byte_level_bpe(340))
+    with pytest.raises(MismatchError, match="not that of the target"):
+        convert(tapped, draft_vocab=300, vocabulary=BY_ID, target=target, tokenizer=other, out=tmp_path / "o")
+    large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
+    with pytest.raises(MismatchError, match="up to 456"):
+        convert(tapped, draft_vocab=300, vocabulary=BY_ID, tokenizer=large, out=tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 
@@ -433,7 +426,7 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
 def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path, target, logical, head_vocab, own):
     """The tokenizer has 360 tokens, the target's LM head 384 rows, and its config.json says one or the other."""
     flat = config_of(target) | {"vocab_size": logical}
-    write_json(target / "config.json", {"model_type": "qwen3_5", "text_config": flat} if own else flat)
+    heads.write_json(target / "config.json", {"model_type": "qwen3_5", "text_config": flat} if own else flat)
     tensors = eagle3_tensors(rows=head_vocab if own else None)
     sizes = {"vocab_size": head_vocab, "draft_vocab_size": head_vocab if own else None}
     head = write_eagle3(tmp_path / "head", tensors=tensors, **sizes)
@@ -447,16 +440,6 @@ def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path,
     assert verify_artifact(done.folder, head=head, target=target).ok
     with raises(UsageError):
         convert(head, draft_vocab=TOKENS + 1, vocabulary=BY_ID, target=target, out=tmp_path / "more")
-
-
-def test_tokenizer_that_is_not_the_targets(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
-    other = write_folder(tmp_path / "other", byte_level_bpe(340))
-    with pytest.raises(MismatchError, match="not that of the target"):
-        convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, tokenizer=other, out=tmp_path / "o")
-    large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
-    with pytest.raises(MismatchError, match="up to 456"):
-        convert(head, draft_vocab=300, vocabulary=BY_ID, tokenizer=large, out=tmp_path / "o")
 
 
 def test_nan_rows_and_tensors_are_refused(tmp_path):
@@ -479,8 +462,7 @@ def test_nan_rows_and_tensors_are_refused(tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_sizes_that_do_not_fit(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_sizes_that_do_not_fit(tmp_path, head, target):
     source = parse_source(f"chat={tmp_path / 'chats.jsonl'}")
     for arguments, words in (
         ({"draft_vocab": 100, "vocabulary": BY_ID}, r"of 100 was asked for: expected at least \d+ "),
@@ -502,8 +484,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, head, target):
     first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
     alone = convert(first.folder, draft_vocab=280, out=tmp_path / "alone")
     helped = convert(first.folder, draft_vocab=280, target=target, out=tmp_path / "helped")
@@ -531,8 +512,7 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
         convert(head, draft_vocab=280, vocabulary=ranks, target=other, out=tmp_path / "no")
 
 
-def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, head, target):
     first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
     named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
     change_manifest(first.folder, lambda manifest: manifest.update(target=named))
@@ -566,14 +546,14 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
     named = write_eagle3(home / "named", spelling="speculators")
     config = config_of(named)
     config["speculators_config"]["verifier"]["name_or_path"] = str(target)
-    write_json(named / "config.json", config)
+    heads.write_json(named / "config.json", config)
     other = convert(named, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "other")
     assert other.manifest.target["name"] == "target"
     for path in (*done.folder.iterdir(), *other.folder.iterdir()):
         assert b"a-home" not in path.read_bytes(), path
 
 
-def test_defaults_are_named(tmp_path, target, monkeypatch):
+def test_defaults_are_named(tmp_path, head, target, monkeypatch):
     said = []
     monkeypatch.setattr("eagle_slim.convert.targets.model.known_target", lambda head: str(target))
     counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
@@ -583,7 +563,6 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
         asked.extend(sources)
         return counts
 
-    head = write_eagle3(tmp_path / "head")
     done = convert(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
     assert any("from the table of public heads" in line for line in said)
     assert any("ultrachat_200k (MIT" in line for line in said)
@@ -630,8 +609,7 @@ def test_weights_of_the_target_are_looked_at_before_text_is_counted(tmp_path, ta
         convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
 
-def test_force_replaces_an_artifact_and_nothing_else(tmp_path, target):
-    head = write_eagle3(tmp_path / "head")
+def test_force_replaces_an_artifact_and_nothing_else(tmp_path, head, target):
     options = {"draft_vocab": 300, "vocabulary": BY_ID, "target": target, "out": tmp_path / "slim", "force": True}
     convert(head, **options)
     convert(head, **options)
@@ -674,10 +652,9 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
 
 
-def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, target):
+def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, head, target):
     counts = [9 if token in range(300, 304) else 0 for token in range(TOKENS)]
     token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
-    head = write_eagle3(tmp_path / "head")
     arguments = (head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o")
     code, out, err = run(convert_command, *arguments)
     assert code == 0, err

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from support.conversion import BY_ID, convert
 from support.heads import target_lm_head, write_eagle3, write_target
 from support.hub_server import HubServer, connected
+from support.raising import exit_code
 
 
 def files(folder):
@@ -61,9 +62,7 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
     commit = hub.add_model("org/heads", head | {"README.md": (tmp_path / "head" / "README.md").read_bytes()})
     order = ["--subfolder", "heads/eagle3", "--draft-vocab", "320", "--order", "ids"]
     with connected(hub, tmp_path / "home"):
-        with pytest.raises(SystemExit) as stop:
-            convert_command(["org/heads", *order])
-        assert stop.value.code == 0, capsys.readouterr().err
+        assert exit_code(convert_command, ["org/heads", *order]) == 0, capsys.readouterr().err
         made = tmp_path / "heads-heads-eagle3-v320"
         manifest = Artifact.load(made).manifest
         assert manifest.head["repo_id"] == manifest.head["name"] == "org/heads"

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from collections import namedtuple
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -24,27 +23,25 @@ def front_matter(folder):
     return yaml.safe_load((folder / "README.md").read_text().split("\n---\n")[0].removeprefix("---\n"))
 
 
-@pytest.mark.parametrize(
-    "licence", ["mit\nmodel-index: [evil]", "no", "a: b", "- x", "1.0", "#", "'", "mit\n---\n# Buy"]
-)
-def test_a_licence_is_one_text_of_the_front_matter(tmp_path, licence):
+def converted(tmp_path, card):
+    """Front matter of the artifact of a head with this one."""
     head = write_eagle3(tmp_path / "head")
-    (head / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n")
-    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    found = front_matter(done.folder)
-    assert set(found) == {"license", "pipeline_tag", "tags"}
-    assert found["license"] == licence
-    assert "\n# Buy" not in (done.folder / "README.md").read_text()
+    (head / "README.md").write_text(f"---\n{card}\n---\n")
+    options = {"draft_vocab": 8, "vocabulary": by_map(tmp_path, RANKED), "out": tmp_path / "out", "force": True}
+    return front_matter(convert(head, **options).folder)
 
 
-@pytest.mark.parametrize(
-    "odd", ["date: 2024-02-30", "a: " + "[" * 1000, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"]
-)
-def test_a_card_that_yaml_cannot_read_stops_no_conversion(tmp_path, odd):
-    head = write_eagle3(tmp_path / "head")
-    (head / "README.md").write_text(f"---\nlicense: mit\n{odd}\n---\n")
-    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    assert front_matter(done.folder)["license"] == "unknown"
+def test_a_licence_is_one_text_of_the_front_matter(tmp_path):
+    for licence in ("mit\nmodel-index: [evil]", "no", "a: b", "- x", "1.0", "#", "'", "mit\n---\n# Buy"):
+        found = converted(tmp_path, f"license: {json.dumps(licence)}")
+        assert set(found) == {"license", "pipeline_tag", "tags"}
+        assert found["license"] == licence
+        assert "\n# Buy" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_card_that_yaml_cannot_read_stops_no_conversion(tmp_path):
+    for odd in ("date: 2024-02-30", "a: " + "[" * 600, "a: " + "9" * 6000, "a: !!int ''", "a: !!bool x"):
+        assert converted(tmp_path, f"license: mit\n{odd}")["license"] == "unknown"
 
 
 def test_a_target_that_a_head_names_is_quoted_in_the_commands(tmp_path):
@@ -79,18 +76,15 @@ def refused_alike(run, tmp_path, head, out):
     return said
 
 
-@pytest.mark.parametrize("length", [240, 300])
-def test_a_dry_run_refuses_a_name_that_is_too_long(run, tmp_path, length):
-    assert "too long" in refused_alike(run, tmp_path, write_eagle3(tmp_path / "head"), "n" * length)
-
-
-def test_a_dry_run_refuses_a_disk_without_room(run, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
+def test_a_dry_run_refuses_a_name_that_is_too_long_and_a_disk_without_room(run, tmp_path, monkeypatch):
+    head, usage = write_eagle3(tmp_path / "head"), namedtuple("usage", "total used free")
+    for length in (240, 300):
+        assert "too long" in refused_alike(run, tmp_path, head, "n" * length)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 5, 5))
-    assert "the disk has 5" in refused_alike(run, tmp_path, write_eagle3(tmp_path / "head"), "out")
+    assert "the disk has 5" in refused_alike(run, tmp_path, head, "out")
 
 
-def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, head, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total free")(10**12, 10**12))
 
     def full(path, plans):
@@ -98,26 +92,21 @@ def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_pat
 
     monkeypatch.setattr("eagle_slim.convert.pipeline.write_safetensors", full)
     by_map(tmp_path, RANKED)
-    head = write_eagle3(tmp_path / "head")
     code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", "freq.pt", "--out", "o")
     assert (code, "No space left" in err, ".eagle-slim-" in err) == (1, True, False)
 
 
-@pytest.mark.parametrize(
-    ("provenance", "error"), [({"x": math.nan}, "NaN"), ({"parts": 7}, None), ({"parts": [7]}, None)]
-)
-def test_odd_accounts_of_counts(tmp_path, target, provenance, error):
-    counted = token_counts([1] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
-    odd = replace(counted, sources=(replace(counted.sources[0], provenance=provenance),))
-    options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,)), "out": tmp_path / "out"}
-    head = write_eagle3(tmp_path / "head")
-    with raises_with(MismatchError, error) if error else nullcontext():
-        convert(head, **options)
+def test_odd_accounts_of_counts(tmp_path, head, target):
+    counted = token_counts([1] * TOKENS, None, load_tokenizer(target).tokenizer_hash)
 
+    def converted(out, provenance):
+        odd = replace(counted, sources=(replace(counted.sources[0], provenance=provenance),))
+        options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,))}
+        return front_matter(convert(head, **options, out=tmp_path / out).folder)
 
-def test_a_dataset_of_counts_is_one_text_of_the_front_matter(tmp_path, target):
-    counted = token_counts([1] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
-    odd = replace(counted, sources=(replace(counted.sources[0], provenance={"dataset": "a/b\nlicense: x"}),))
-    options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,)), "out": tmp_path / "out"}
-    found = front_matter(convert(write_eagle3(tmp_path / "head"), **options).folder)
+    with raises_with(MismatchError, "NaN"):
+        converted("none", {"x": math.nan})
+    converted("a number", {"parts": 7})
+    converted("numbers", {"parts": [7]})
+    found = converted("a dataset", {"dataset": "a/b\nlicense: x"})
     assert (found["datasets"], found["license"]) == (["a/b\nlicense: x"], "unknown")

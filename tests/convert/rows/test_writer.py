@@ -5,12 +5,13 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.artifact.checksums import decode_checksums, encode_checksums, row_checksums
 from eagle_slim.convert.rows.files import LONG_NAMES, all_finite, rounded
 from eagle_slim.convert.rows.writer import TensorPlan, array_plan, write_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
 
 def raw(tensor):
@@ -26,9 +27,6 @@ def short(dtype):
 def plan_of(name, tensor):
     shape, pieces = tuple(tensor.shape), np.array_split(raw(tensor), 2)
     return TensorPlan(name, short(tensor.dtype), shape, tensor.nbytes, lambda: iter(pieces))
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
 
 @settings(max_examples=25)
@@ -91,17 +89,3 @@ def test_rounding_is_torchs(found, wanted):
     values = values[torch.isfinite(values)]
     ours = rounded(raw(values), short(found), short(wanted))
     assert ours.tobytes() == raw(values.to(wanted)).tobytes()
-
-
-def test_row_checksums_follow_their_rows():
-    rows = torch.randn(7, 33).to(torch.bfloat16)
-    sums = row_checksums(raw(rows))
-    assert sums.shape == (7, 8)
-    order = [3, 1, 6, 0, 2, 5, 4]
-    assert np.array_equal(row_checksums(raw(rows[order])), sums[order])
-    changed = rows.clone()
-    changed[4, 32] += 1
-    assert np.flatnonzero((row_checksums(raw(changed)) != sums).any(axis=1)).tolist() == [4]
-    assert np.array_equal(decode_checksums(encode_checksums(sums), 7), sums)
-    with pytest.raises(ValueError, match="expected 6"):
-        decode_checksums(encode_checksums(sums), 6)

@@ -8,12 +8,7 @@ import torch
 from eagle_slim.convert import Artifact, SourceError, atomic, embedded_head, embedded_target_folder, verify_artifact
 from eagle_slim.convert.errors import OutputError
 from eagle_slim.convert.sources import builtin
-from eagle_slim.convert.sources.builtin import (
-    EMBEDDED_TARGET_REPO,
-    embedded_counts_with_held_out,
-    load_embedded_counts,
-    unpermute_rows,
-)
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_counts_with_held_out, load_embedded_counts
 from eagle_slim.convert.targets.model import open_target, open_tokenizer
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
@@ -30,12 +25,6 @@ def target():
 @pytest.fixture(scope="module")
 def slim(tmp_path_factory):
     return convert(draft_vocab=32000, out=tmp_path_factory.mktemp("out") / "slim")
-
-
-def test_the_rows_of_q_and_k_are_put_back_in_order():
-    # Two heads of four rows: llama.cpp stores rows 0 1 2 3 of a head as 0 2 1 3.
-    stored = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])[:, None]
-    assert unpermute_rows(stored, 2).flatten().tolist() == list(range(8))
 
 
 def test_exported_target_predicts_text(target):

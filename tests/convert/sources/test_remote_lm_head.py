@@ -3,10 +3,9 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -15,7 +14,6 @@ import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
 from eagle_slim.convert.rows import hub_tensor
 from eagle_slim.convert.sources.source import target_files
-from eagle_slim.convert.targets.lm_head import LmHead
 from eagle_slim.convert.targets.matrix import open_target_lm_head
 from safetensors.torch import load_file, save, save_file
 from support.heads import random
@@ -27,14 +25,12 @@ ROWS, HIDDEN = 4000, 64
 # Of 512,000 bytes.
 PIECE = 50_000
 SHARD = "model-00002-of-00002.safetensors"
-
-
 LM_HEAD = random((ROWS, HIDDEN), 1)
 EMBEDDING = random((ROWS, HIDDEN), 2)
 OTHERS = {f"model.layers.{i}.weight": random((3000, HIDDEN), i) for i in range(3)}
 
 
-def sharded() -> dict[str, bytes | str]:
+def sharded():
     first = {"model.embed_tokens.weight": EMBEDDING}
     second = {"lm_head.weight": LM_HEAD, **OTHERS}
     index = dict.fromkeys(first, "model-00001-of-00002.safetensors") | dict.fromkeys(second, SHARD)
@@ -47,23 +43,23 @@ def sharded() -> dict[str, bytes | str]:
     }
 
 
-def open_lm_head(name: str, revision: str | None = None, offline: bool = False) -> LmHead:
+def open_lm_head(name, revision=None, offline=False):
     return open_target_lm_head(target_files(name, revision, offline), offline)
 
 
-def values(lm_head: LmHead) -> torch.Tensor:
+def values(lm_head):
     return lm_head.checkpoint.tensor(lm_head.name)
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
+def hub():
     with HubServer() as hub:
         hub.add_model("org/target", sharded())
         yield hub
 
 
 @pytest.fixture
-def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(hub, tmp_path, monkeypatch):
     # The library waits before it asks again.
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(hub_tensor, "_FIRST_BYTES", 1000)
@@ -72,7 +68,7 @@ def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield tmp_path / "home"
 
 
-def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> None:
+def test_only_the_tensor_travels_and_only_once(hub, home):
     head = open_lm_head("org/target")
     assert torch.equal(values(head), LM_HEAD)
     assert torch.equal(head.checkpoint.rows(head.name, [7, 3999, 0]), LM_HEAD[[7, 3999, 0]])
@@ -89,7 +85,7 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
     assert hub.requests == []
 
 
-def test_each_commit_has_its_own_tensor(hub: HubServer, home: Path) -> None:
+def test_each_commit_has_its_own_tensor(hub, home):
     old = hub.repos["model", "org/target"].branches["main"]
     open_lm_head("org/target")
     other = random((ROWS, HIDDEN), 9)
@@ -98,7 +94,7 @@ def test_each_commit_has_its_own_tensor(hub: HubServer, home: Path) -> None:
     assert torch.equal(values(open_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
 
 
-def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
+def test_target_that_is_whole_in_the_cache(hub, home):
     from huggingface_hub import hf_hub_download
 
     for name in ("config.json", "model.safetensors.index.json", SHARD):
@@ -117,11 +113,11 @@ def test_target_of_pickles_comes_whole_with_a_notice(hub, home, tmp_path, caplog
     assert "fetching pytorch_model.bin whole" in caplog.text
 
 
-def before_piece(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+def before_piece(monkeypatch, number, act):
     """Let something happen before a request for so many bytes, counted from 1."""
     asked, real = itertools.count(1), hub_tensor.HubFile.read
 
-    def read(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
+    def read(self, start, end):
         if next(asked) == number:
             act()
         return real(self, start, end)
@@ -140,18 +136,15 @@ def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(hub, home,
 
 
 @pytest.mark.parametrize("fault", [Fault(ignore_range=True), Fault(extra_bytes=10)])
-def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fault) -> None:
+def test_servers_that_do_not_serve_ranges(hub, home, fault):
     hub.inject(SHARD, fault)
     with pytest.raises(SourceError, match="hf download"):
         open_lm_head("org/target")
     assert list(home.glob("assets/**/*.safetensors")) == []
 
 
-ODD = [Fault(etag="other"), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)]
-
-
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
-@pytest.mark.parametrize("fault", ODD)
+@pytest.mark.parametrize("fault", [Fault(etag="other"), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)])
 def test_bytes_of_another_content_are_asked_for_once_more(hub, home, monkeypatch, fault, times):
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, replace(fault, times=times)))
     with nullcontext() if times else pytest.raises(SourceError, match="hf download"):
@@ -173,45 +166,38 @@ def test_what_came_of_another_content_is_not_gone_on_with(hub, home, monkeypatch
     assert hub.bytes_sent(SHARD) >= LM_HEAD.nbytes
 
 
-@pytest.mark.parametrize("offset", [-1, -LM_HEAD.nbytes, -LM_HEAD.nbytes - 100])
-def test_a_flipped_bit_in_the_cache_is_noticed(hub: HubServer, home: Path, offset: int) -> None:
-    path = open_lm_head("org/target").checkpoint.files[0].path
-    flip_bit(path, offset)
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+    path.with_suffix(".partial").write_bytes(b"of another content")
+
+
+DAMAGES = {f"bit {at}": partial(flip_bit, position=at) for at in (-1, -LM_HEAD.nbytes, -LM_HEAD.nbytes - 100)}
+# An older version kept no checksum, and maybe bytes of several contents.
+DAMAGES |= {"truncated": truncate, "of an older version": partial(save_file, {"lm_head.weight": EMBEDDING})}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_in_the_cache_is_fetched_again(hub, home, damage):
+    damage(open_lm_head("org/target").checkpoint.files[0].path)
     with raises_hub_error("offline"):
         open_lm_head("org/target", offline=True)
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 
 
-def test_a_tensor_that_an_older_version_kept_is_fetched_again(hub: HubServer, home: Path) -> None:
-    """It has no checksum, and may be of several contents."""
-    path = open_lm_head("org/target").checkpoint.files[0].path
-    save_file({"lm_head.weight": EMBEDDING}, path)
-    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-
-
-def test_a_server_without_an_etag_is_named(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_an_etag_is_named(hub, home, monkeypatch):
     found = SimpleNamespace(size=9, etag=None, commit_hash=None)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: found)
     with raises_with(SourceError, f"{SHARD} names no ETag"):
         open_lm_head("org/target")
 
 
-def test_a_truncated_file_in_the_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
-    path = open_lm_head("org/target").checkpoint.files[0].path
-    path.write_bytes(path.read_bytes()[:-1])
-    path.with_suffix(".partial").write_bytes(b"of another content")
-    with raises_hub_error("offline"):
-        open_lm_head("org/target", offline=True)
-    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-
-
-def test_a_shard_without_the_tensor_that_its_index_names(hub: HubServer, home: Path) -> None:
+def test_a_shard_without_the_tensor_that_its_index_names(hub, home):
     hub.add_model("org/target", sharded() | {SHARD: save({"else": LM_HEAD})})
     with raises_with(CheckpointError, "lm_head.weight", "model-00002-of-00002.safetensors"):
         open_lm_head("org/target")
 
 
-def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
+def test_the_token_stays_with_the_hub(hub, tmp_path):
     hub.add_model("org/target", sharded(), gated=True)
     with connected(hub, tmp_path / "home", token="hf_good"):
         assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)

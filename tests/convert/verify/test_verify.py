@@ -13,6 +13,8 @@ from support.conversion import BY_ID, convert, convert_all
 from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target, write_tensors
 from support.tampering import change_config, change_manifest, change_tensors, flip_bit, sign_file
 
+LM_HEAD = "lm_head.weight"
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -50,9 +52,6 @@ def other_mask(tensors):
     tensors["t2d"][first], tensors["t2d"][last] = False, True
 
 
-LM_HEAD = "lm_head.weight"
-
-
 @pytest.mark.parametrize(
     ("change", "failing"),
     [
@@ -83,17 +82,13 @@ def test_faults_of_tensors(slim, made, change, failing):
     assert not failed & {"file checksums", "tensor checksums"}
 
 
-def test_rows_that_were_swapped_and_signed_are_found_at_the_source(slim, made):
-    change_tensors(slim, swap_rows, sign_rows=True)
+@pytest.mark.parametrize("cast", [None, torch.Tensor.float, lambda rows: rows.view(torch.float16)])
+def test_rows_that_were_swapped_or_cast_and_signed_are_found_at_the_source(slim, made, cast):
+    change = swap_rows if cast is None else lambda tensors: tensors.update({LM_HEAD: cast(tensors[LM_HEAD])})
+    change_tensors(slim, change, sign_rows=True)
     (failed,) = verify(slim, made).failed
-    assert (failed.name, "the first is row 3" in failed.detail) == ("lm_head rows of the source", True)
-
-
-@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda rows: rows.view(torch.float16)])
-def test_rows_of_another_dtype_that_were_signed_are_found_at_the_source(slim, made, cast):
-    change_tensors(slim, lambda tensors: tensors.update({LM_HEAD: cast(tensors[LM_HEAD])}), sign_rows=True)
-    (failed,) = verify(slim, made).failed
-    assert (failed.name, "'BF16', (320, 32)" in failed.detail) == ("lm_head rows of the source", True)
+    told = "the first is row 3" if cast is None else "'BF16', (320, 32)"
+    assert (failed.name, told in failed.detail) == ("lm_head rows of the source", True)
 
 
 VALUES = {"tie_word_embeddings": True, "bias": True, "draft_vocab_size": 319, "vocab_size": VOCAB + 1}

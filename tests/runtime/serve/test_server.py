@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from typing import Any
 import openai
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.serve.app import ServeOptions
 from eagle_slim.runtime.step import decoder, prefill
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -45,8 +45,8 @@ def model(pair: tuple[Path, Path]) -> SpeculativeModel:
 
 @pytest.fixture(scope="module")
 def served(model: SpeculativeModel) -> Iterator[Served]:
-    options = ServeOptions(("tiny", "small"), KEYS, max_slots=2, max_waiting=2, origins=("http://page",))
-    with serving(lambda: model, options) as served:
+    options = {"names": ("tiny", "small"), "api_keys": KEYS, "origins": ("http://page",)}
+    with serving(lambda: model, slots=2, max_waiting=2, **options) as served:
         yield served
 
 
@@ -61,16 +61,17 @@ def call(url: str, body: Any = None, key: str = KEYS[0], **headers: str) -> tupl
         return error.code, error.headers, error.read().decode()
 
 
-def noting(run: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    def noted(*arguments: Any) -> Any:
-        note()
-        return run(*arguments)
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Chunks and steps that run, in order."""
+    ran: list[str] = []
 
-    return noted
+    def noting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (ran.append(name), run(*arguments))[1]
 
-
-def is_idle(served: Served) -> bool:
-    return served.service.engine.num_running + served.service.engine.num_waiting == 0
+    for owner, name in ((prefill.Prefill, "run_chunk"), (decoder.Decoder, "step")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    return ran
 
 
 def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, served: Served) -> None:
@@ -90,10 +91,6 @@ def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, se
     assert text == expected.text[0]
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
     usage, stats = chunks[-1].usage, expected.stats
-    assert usage is not None
-    assert whole.usage is not None
-    assert usage.completion_tokens_details is not None
-    assert usage.prompt_tokens_details is not None
     assert usage.completion_tokens == stats.num_new_tokens == whole.usage.completion_tokens
     assert usage.completion_tokens_details.accepted_prediction_tokens == stats.num_accepted_tokens - stats.num_passes
     assert usage.prompt_tokens == len(expected.results[0].prompt_ids)
@@ -105,23 +102,19 @@ def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, se
     assert alone.choices[0].text != alone.choices[1].text
 
 
-def test_messages_are_read_as_templates_take_them(model: SpeculativeModel, served: Served) -> None:
-    template = model.tokenizer.chat_template
-    model.tokenizer.chat_template = "{{ messages | tojson }}{{ tools | tojson }}{{ thinking }}"
-    try:
-        messages = [
-            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
-            },
-        ]
-        body = {"messages": messages, "tools": [{"type": "function"}], "max_tokens": 1, "return_token_ids": True}
-        body["chat_template_kwargs"] = {"thinking": True}
-        answer = json.loads(call(f"{served.url}/v1/chat/completions", body)[2])
-    finally:
-        model.tokenizer.chat_template = template
+def test_messages_are_read_as_templates_take_them(
+    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ messages | tojson }}{{ tools | tojson }}{{ thinking }}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    tool_call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [tool_call]},
+    ]
+    body = {"messages": messages, "tools": [{"type": "function"}], "max_tokens": 1, "return_token_ids": True}
+    body["chat_template_kwargs"] = {"thinking": True}
+    answer = json.loads(call(f"{served.url}/v1/chat/completions", body)[2])
     read, _ = json.JSONDecoder().raw_decode(text := model.tokenizer.decode(answer["prompt_token_ids"]))
     assert read[0] == {"role": "system", "content": "a\nb"}
     assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
@@ -187,7 +180,7 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
     cached = []
     for key in (KEYS[0], KEYS[0], KEYS[1]):
         answer = served.client(key).completions.create(model="tiny", prompt=prompt, max_tokens=2, temperature=0)
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert cached == [0, len(prompt) - 1, 0]
     metrics = call(f"{url}/metrics", key="")[2]
     assert 'vllm:prefix_cache_hits_total{model_name="tiny"}' in metrics
@@ -196,36 +189,33 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
     assert "key of" not in metrics
 
 
-def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: Served) -> None:
-    """Two run and two wait, as long as the model is held."""
+def test_too_many_calls_are_told_to_come_later(model: SpeculativeModel, served: Served, ran: list[str]) -> None:
+    """Two run and two wait, as long as the model is held; the short prompts of the first two enter together."""
     client, threads = served.client(KEYS[0]), []
-    wait_for(lambda: is_idle(served))
+    wait_for(lambda: served.is_idle)
     with model.target.hold():
         for _ in range(4):
             options = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
             threads.append(threading.Thread(target=client.completions.create, kwargs=options))
             threads[-1].start()
         engine = served.service.engine
-        wait_for(lambda: engine.num_waiting + engine.num_running == 4)
+        wait_for(lambda: len(engine.waiting) + len(engine.running) == 4)
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="tiny", prompt="ab")
         assert int(refused.value.response.headers["retry-after"]) >= 1
     for thread in threads:
         thread.join()
-    wait_for(lambda: is_idle(served))
+    wait_for(lambda: served.is_idle)
+    assert ran[:3] == ["run_chunk", "run_chunk", "step"]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_hangs_up_frees_its_slot(
-    is_streamed: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+    is_streamed: bool, served: Served, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps: list[None] = []
-
-    def count() -> None:
-        steps.append(None)
-        threading.Event().wait(0 if is_streamed else 0.1)
-
-    monkeypatch.setattr(decoder.Decoder, "step", noting(decoder.Decoder.step, count))
+    if not is_streamed:
+        step = decoder.Decoder.step
+        monkeypatch.setattr(decoder.Decoder, "step", lambda *given: (time.sleep(0.1), step(*given))[1])
     client = served.client(KEYS[0], timeout=300 if is_streamed else 1.0)
     if is_streamed:
         stream = client.completions.create(model="tiny", prompt="ab", stream=True, **LONG)
@@ -234,18 +224,18 @@ def test_a_client_that_hangs_up_frees_its_slot(
     else:
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(model="tiny", prompt="ab", **LONG)
-    wait_for(lambda: is_idle(served))
-    assert len(steps) < 60
+    wait_for(lambda: served.is_idle)
+    assert ran.count("step") < 60
 
 
 def test_a_fault_of_one_answer_is_its_own(
     model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop decodes text for stop strings alone."""
+    """The loop decodes text for stop strings alone; the third fault comes when a stream has begun."""
     decode = model.tokenizer.decode
 
     def refuse(ids: list[int], **options: Any) -> str:
-        if threading.current_thread().name == "engine":
+        if threading.current_thread().name == "engine" and len(ids) >= least:
             raise ValueError("a strange tokenizer")
         return decode(ids, **options)
 
@@ -256,21 +246,16 @@ def test_a_fault_of_one_answer_is_its_own(
     client = served.client(KEYS[1])
     thread = threading.Thread(target=lambda: found.extend(other.ask(client, is_streamed=True)))
     thread.start()
-    for is_streamed in (False, True):
-        with pytest.raises(openai.InternalServerError, match="ValueError"):
-            client.completions.create(model="tiny", prompt="ab", stop="x", stream=is_streamed)
+    for is_streamed, least in ((False, 1), (True, 1), (True, 4)):
+        with pytest.raises(openai.InternalServerError if least == 1 else openai.APIError, match="ValueError"):
+            [*client.completions.create(model="tiny", prompt="ab", stop="\x00", stream=is_streamed, **LONG)]
     thread.join()
     assert found == alone
 
 
-def test_no_answer_waits_longer_than_a_chunk(
-    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_waits_longer_than_a_chunk(served: Served, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt comes while an answer runs."""
     monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 4)
-    ran: list[str] = []
-    for owner, name in ((prefill.Prefill, "run_chunk"), (decoder.Decoder, "step")):
-        monkeypatch.setattr(owner, name, noting(getattr(owner, name), lambda name=name: ran.append(name)))
     client = served.client(KEYS[0])
     stream = iter(client.completions.create(model="tiny", prompt=[3], stream=True, **LONG))
     next(stream)
@@ -285,13 +270,16 @@ def test_no_answer_waits_longer_than_a_chunk(
 def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
     """The command, with an answer that ends within the limit, or not."""
     program, (target, head) = Path(sysconfig.get_path("scripts")) / "eagle-serve", pair
-    command = [sys.executable, program, head, "--target", target, "--port", "0", "--max-model-len", "240", "--grace"]
+    command = [sys.executable, program, head, "--target", target, "--port", "0", "--max-model-len", "240"]
+    command += ["--depth", "2", "--draft-top-k", "2", "--total-tokens", "4", "--grace"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     limit = "60" if ends == "by itself" else "1"
     server = subprocess.Popen([*command, limit], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stderr is not None
-        url = next(word.rstrip(":") for line in server.stderr for word in line.split() if word.startswith("http://"))
+        banner = next(line for line in server.stderr if "http://" in line)
+        url = next(word.rstrip(":") for word in banner.split() if word.startswith("http://"))
+        assert "trees of 4 nodes (asked for)" in next(server.stderr)
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             name = client.models.list().data[0].id
             chunks = client.completions.create(model=name, prompt="ab", stream=True, **LONG)

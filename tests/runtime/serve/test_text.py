@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from eagle_slim.runtime.api.request import Request
-from eagle_slim.runtime.serve.protocol import AnswerText
+from eagle_slim.runtime.serve.protocol import ServedAnswer
+from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
+from eagle_slim.runtime.step.plan import CallRules
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe
 
 TOKENIZERS = {"byte level": byte_level_bpe(), "byte fallback": byte_fallback_bpe()}
@@ -30,11 +33,13 @@ def test_parts_are_the_whole_text(kind: str) -> None:
             stop=stop,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         )
-        text, sent = AnswerText(request), ""
-        while request.finish_reason is None:
+        answer, sent = ServedAnswer(request, CallRules(ChoiceRules(), torch.tensor([]))), ""
+        while answer.finish_reason is None:
             before = len(request.token_ids)
             request.emit(ids[before : before + draw.randrange(1, 4)])
-            if request.finish_reason is None:
-                sent += text.push(request.token_ids[before:])
+            answer.token_ids, answer.finish_reason = list(request.token_ids), request.finish_reason
+            rest = answer.new_text()
+            if answer.finish_reason is None:
+                sent += rest
                 assert not any(each in sent for each in stop)
-        assert sent + text.finish() == request.text()
+        assert sent + rest == request.text()

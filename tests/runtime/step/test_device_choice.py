@@ -1,14 +1,10 @@
 """Steps as a GPU runs them, with the twins on the CPU: all tokens chosen by one operation, records read a step late."""
 
-from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from eagle_slim.runtime import LogitsError, SpeculativeModel, TreeConfig, open_target
-from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
 from eagle_slim.runtime.step.plan import CallRules
 from support.sweeps import sweep
@@ -16,15 +12,6 @@ from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = {"tree": TreeConfig(3, 3, 15)}
-
-
-@pytest.fixture
-def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose tokens as on a GPU, where the rules of the call allow it."""
-    of = CallRules.of
-    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
-
-
 OPTIONS = [
     {},
     {"temperature": 0.8, "seed": 3},
@@ -36,8 +23,15 @@ OPTIONS = [
 ]
 
 
+@pytest.fixture
+def by_twins(monkeypatch):
+    """Choose tokens as on a GPU, where the rules of the call allow it."""
+    of = CallRules.of
+    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
+
+
 @pytest.mark.parametrize("options", sweep(OPTIONS, OPTIONS[0], OPTIONS[2], OPTIONS[4]))
-def test_host_and_device_choose_alike(tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_host_and_device_choose_alike(tmp_path, options, request):
     """One rule: node by node on the host, all nodes on the device."""
     model = SpeculativeModel.from_pretrained(tiny_target("qwen3"), write_head(tmp_path), **TREE)
     prompts = random_prompts([5, 12, 3])
@@ -52,7 +46,7 @@ def test_host_and_device_choose_alike(tmp_path: Path, options: dict[str, Any], r
 
 
 @pytest.mark.usefixtures("by_twins")
-def test_more_ends_than_the_device_has_places_for(tmp_path: Path) -> None:
+def test_more_ends_than_the_device_has_places_for(tmp_path):
     target = tiny_target("llama")
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), **TREE)
     prompt = random_prompts([9])[0]
@@ -66,7 +60,7 @@ def test_more_ends_than_the_device_has_places_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chooser", ["host", "device"])
-def test_logits_that_are_no_distribution_are_told(tmp_path: Path, request: pytest.FixtureRequest, chooser: str) -> None:
+def test_logits_that_are_no_distribution_are_told(tmp_path, request, chooser):
     if chooser == "device":
         request.getfixturevalue("by_twins")
     model, prompts = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **TREE), [[4, 5], [6]]
@@ -82,15 +76,15 @@ def test_logits_that_are_no_distribution_are_told(tmp_path: Path, request: pytes
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_path: Path, value: float) -> None:
+def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_path, value):
     """What is drafted beyond an answer's end may be anything."""
     prompts = random_prompts([1, 9])
 
-    def spoil(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def spoil(input_ids, scores):
         return scores if input_ids.shape[1] != len(prompts[1]) + 6 else torch.full_like(scores, value)
 
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **TREE)
-    options: dict[str, Any] = {"logits_processor": [spoil], "ignore_eos": True}
+    options = {"logits_processor": [spoil], "ignore_eos": True}
     for speculative in (True, False):
         with pytest.raises(LogitsError, match="New token 6 of prompt 1 cannot be chosen"):
             model.generate(prompts, max_new_tokens=8, speculative=speculative, **options)
@@ -98,12 +92,11 @@ def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["exact", "lossy"])
-def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, monkeypatch):
+def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, run_ahead):
     """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
     target = tiny_target("llama", max_position_embeddings=1024)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, max_position_embeddings=1024), **TREE)
-    small = partial(PartialVerification, num_blocks=2, num_steps=2, num_tokens=7, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+    run_ahead(num_steps=2, num_tokens=7)
     prompt, options = random_prompts([12]), {"max_new_tokens": 14, "partial_verification": mode, "ignore_eos": True}
     answer = model.generate(prompt, **options)
     assert answer.stats.num_partial_passes > 0
@@ -116,7 +109,7 @@ def test_no_distribution_is_told_where_steps_run_ahead(tmp_path, mode, monkeypat
 
 @pytest.mark.parametrize("backend", sweep(["fused", "transformers"], "fused"))
 @pytest.mark.parametrize("is_drafted", [True, False])
-def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str) -> None:
+def test_a_chat_keeps_its_prefix(tmp_path, is_drafted, backend):
     """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""
     target, head = tiny_target("llama"), write_head(tmp_path)
     model = SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), head, **TREE)
@@ -151,7 +144,7 @@ def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str)
 
 
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
-def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, backend: str) -> None:
+def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path, backend):
     target, head = tiny_target("qwen2"), write_head(tmp_path)
     small = {"tree": TreeConfig(2, 2, 5)}
     model = SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), head, **small)
@@ -170,7 +163,7 @@ def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, back
     assert model.generate(longer, reuse_prefix=True, **options).token_ids == fresh.generate(longer, **options).token_ids
 
 
-def test_what_slots_hold() -> None:
+def test_what_slots_hold():
     """The example of `decoders`: rows for a to f, and the pairs before the last step, which began after a b c d."""
     kept = KeptRows(tuple("abcdefg"), num_pairs=3)
     assert kept.num_shared("abcdefX", is_drafted=False) == 5
@@ -187,7 +180,7 @@ def test_what_slots_hold() -> None:
 
 
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
-def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> None:
+def test_a_failed_call_leaves_nothing_to_reuse(tmp_path, backend):
     target = open_target(tiny_target("llama"), target_backend=backend)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(2, 2, 5))
     prompt = random_prompts([9])[0]
@@ -204,7 +197,7 @@ def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> 
     assert model.generate(prompt, max_new_tokens=8, reuse_prefix=True).stats.num_reused_tokens > 0
 
 
-def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path: Path) -> None:
+def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path):
     options = {"tree": TreeConfig(2, 2, 5)}
     target, head = tiny_target("llama"), write_head(tmp_path)
     one = SpeculativeModel.from_pretrained(target, head, **options)
@@ -218,6 +211,6 @@ def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path: 
     assert output.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
-def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts() -> None:
+def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts():
     assert [capacity_for(rows) for rows in (1, 1024, 1025, 70_000, 131_072)] == [1024, 1024, 2048, 131_072, 131_072]
     assert capacity_for(131_072 + 61) == 131_133

@@ -3,18 +3,16 @@
 import gc
 import json
 import random
-from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from eagle_slim.runtime import CheckError, LogitsError, SpeculativeModel, open_target
-from eagle_slim.runtime.settings import PartialVerification, TreeConfig
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step import decoders, graphs
-from eagle_slim.runtime.step.shapes import Acceptance, Costs, ShapeChooser, shapes_for, shapes_up_to
+from eagle_slim.runtime.step.shapes import ShapeChooser, shapes_for, shapes_up_to
 from support.built_decoders import watch_decoders
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
@@ -24,11 +22,11 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 
 
 @pytest.fixture(autouse=True)
-def _exact_products() -> None:
+def _exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[list[int]]]:
+def pair(folder, kind, **tree):
     """A fused model with the persistent drafter in fp32, and prompts of several chunks and of one token."""
     width = {} if kind in ("qwen2", "qwen3") else {"head_dim": 16}
     target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
@@ -39,7 +37,7 @@ def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[l
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
+def test_greedy_equals_transformers(tmp_path, kind):
     model, prompts = pair(tmp_path, kind)
     wanted = [greedy(model, prompt, 40) for prompt in prompts]
     for options in ({}, {"max_slots": 2}, {"max_slots": 1}, {"speculative": False, "max_slots": 3}):
@@ -48,7 +46,7 @@ def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
         assert "CUDA graphs" in output.stats.path
 
 
-def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_run_within_graphs(tmp_path, monkeypatch):
     model, prompts = pair(tmp_path, "llama")
     expected = model.generate(prompts, max_new_tokens=20, max_slots=2).token_ids
     monkeypatch.setenv("EAGLE_SLIM_CHECK", "1")
@@ -57,38 +55,23 @@ def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert output.token_ids == expected
     assert "CUDA graphs" in output.stats.path
     # The norm's gain is read by the graphs where it lies: in a step that follows the prompt, then in the prompt itself.
-    spoiled = SpoiledGain(model.target.model.model.norm.weight.data)  # type: ignore[union-attr]
+    gain, spoiled = model.target.model.model.norm.weight.data, mock.Mock()
+    # A streamer's first call brings the prompt.
+    spoiled.put.side_effect = lambda _value: gain[0].fill_(torch.nan) if spoiled.put.call_count == 2 else None
     with pytest.raises(CheckError, match=r"after verify, slot 0, node .*: the logit is nan"):
         checked.generate(prompts[1], max_new_tokens=20, ignore_eos=True, streamer=spoiled)
     with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: its logits hold a NaN"):
         checked.generate(prompts[1], max_new_tokens=20)
 
 
-class SpoiledGain:
-    """A streamer that makes a weight NaN once the first new token is known."""
-
-    def __init__(self, gain: torch.Tensor) -> None:
-        self.gain = gain
-        self.num_calls = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.num_calls += 1
-        # The first call brings the prompt.
-        if self.num_calls == 2:
-            self.gain[0] = torch.nan
-
-    def end(self) -> None: ...
-
-
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_partial_passes_change_no_token(tmp_path, sampling, monkeypatch):
+def test_partial_passes_change_no_token(tmp_path, sampling, run_ahead):
     model, _ = pair(tmp_path, "llama")
     prompts = random_prompts([440, 9, 333])
-    options: dict[str, Any] = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
+    options = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
     plain = model.generate(prompts, speculative=False, **options)
     for mode, num_blocks in (("exact", 1), ("lossy", 8)):
-        small = partial(PartialVerification, num_blocks=num_blocks, min_length=0)
-        monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+        run_ahead(num_blocks=num_blocks)
         found = model.generate(prompts, partial_verification=mode, **options)
         assert found.token_ids == plain.token_ids
         assert found.stats.num_partial_passes > found.stats.num_passes > 0
@@ -98,11 +81,11 @@ def test_partial_passes_change_no_token(tmp_path, sampling, monkeypatch):
 class InTurn(ShapeChooser):
     """Takes every shape in turn, plain steps among them; each is timed before its first step."""
 
-    def __init__(self, acceptance: Acceptance, costs: Costs, shapes: Sequence[TreeConfig | None]) -> None:
+    def __init__(self, acceptance, costs, shapes):
         super().__init__(acceptance, costs, shapes)
         self.shapes = shapes
 
-    def next(self, batch: int, *_: Any) -> TreeConfig | None:
+    def next(self, batch, *_):
         shapes = shapes_for(batch, self.shapes)
         return shapes[self.steps.total() % len(shapes)]
 
@@ -116,7 +99,7 @@ def test_shapes_chosen_by_step_change_no_token(tmp_path, sampling, is_forced, mo
         monkeypatch.setattr(
             decoders.Decoders, "new_chooser", lambda own, shapes: InTurn(own.acceptance, own.costs, shapes)
         )
-    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, **sampling}
+    options = {"max_new_tokens": 60, "ignore_eos": True, **sampling}
     plain = model.generate(prompts, speculative=False, **options)
     for slots in (1, 4):
         found = model.generate(prompts, max_slots=slots, **options)
@@ -130,14 +113,14 @@ def test_shapes_chosen_by_step_change_no_token(tmp_path, sampling, is_forced, mo
             assert all(f"{each} in " in found.stats.path for each in words)
 
 
-def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
+def greedy(model, prompt, count):
     ids, rest = torch.tensor([prompt], device="cuda"), {"do_sample": False, "pad_token_id": 0}
-    output = model.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **rest)  # type: ignore[operator]
+    output = model.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **rest)
     return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
-def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
+def test_transformers_forward_is_captured(tmp_path, family):
     """Targets that are not fused run the same steps over transformers' own forward."""
     import transformers
 
@@ -154,7 +137,7 @@ def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
     assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
 
 
-def smollm2(dtype: torch.dtype, drafter: str) -> tuple[SpeculativeModel, list[list[int]]]:
+def smollm2(dtype, drafter):
     # The tree that was measured, whatever size is the fastest on this GPU.
     model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, tree=TreeConfig())
     lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
@@ -177,14 +160,14 @@ def test_smollm2_in_fp32_needs_the_measured_passes(drafter: str) -> None:
     assert drafted.token_ids == model.generate(prompts, speculative=False, **sampled).token_ids
 
 
-def test_smollm2_in_bf16_is_exact() -> None:
+def test_smollm2_in_bf16_is_exact():
     model, prompts = smollm2(torch.bfloat16, "auto")
     output = model.generate(prompts, max_new_tokens=40)
     assert output.token_ids == model.generate(prompts, max_new_tokens=40, speculative=False).token_ids
     assert output.stats.mean_accepted_length == pytest.approx(2.925, rel=0.05)
 
 
-def test_the_cache_grows_keeps_a_prefix_and_two_models_live_side_by_side(tmp_path: Path) -> None:
+def test_the_cache_grows_keeps_a_prefix_and_two_models_live_side_by_side(tmp_path):
     model, prompts = pair(tmp_path / "a", "llama")
     other, _ = pair(tmp_path / "b", "mistral")
     short = model.generate(prompts[:1], max_new_tokens=20).token_ids
@@ -198,7 +181,7 @@ def test_the_cache_grows_keeps_a_prefix_and_two_models_live_side_by_side(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
-def test_nothing_waits_between_the_first_and_the_last_step(tmp_path: Path) -> None:
+def test_nothing_waits_between_the_first_and_the_last_step(tmp_path):
     from torch.profiler import ProfilerActivity, profile
 
     model, prompts = pair(tmp_path, "llama")
@@ -217,11 +200,11 @@ def test_nothing_waits_between_the_first_and_the_last_step(tmp_path: Path) -> No
     assert inside.count("cudaEventSynchronize") <= steps + 1
 
 
-def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_have_names_and_times(tmp_path, monkeypatch):
     model, prompts = pair(tmp_path, "llama")
     whole = model.generate(prompts[:1], max_new_tokens=20, ignore_eos=True)
     assert whole.stats.step_s > 0 == sum(step.verify_s for step in whole.stats.steps)
-    named: list[str] = []
+    named = []
     push = torch.cuda.nvtx.range_push
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (named.append(name), push(name))[1])
     phases = model.generate(prompts[:1], max_new_tokens=20, ignore_eos=True, time_phases=True)
@@ -231,53 +214,48 @@ def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(step.draft_s > 0 < step.verify_s for step in phases.stats.steps)
 
 
-def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    captures, capture = list[None](), graphs.GraphPool.capture
-
-    def counted(pool: graphs.GraphPool, run: graphs.Work) -> graphs.Work:
-        captures.append(None)
-        return capture(pool, run)
-
+@pytest.fixture
+def captures(monkeypatch):
+    """Counts the graphs that are captured."""
+    counted = mock.create_autospec(graphs.GraphPool.capture, side_effect=graphs.GraphPool.capture)
     monkeypatch.setattr(graphs.GraphPool, "capture", counted)
-    return captures
+    return counted
 
 
-def test_after_warming_up_a_call_captures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_warming_up_a_call_captures_nothing(tmp_path, monkeypatch, captures):
     model, prompts = pair(tmp_path, "llama")
-    built, captures = watch_decoders(monkeypatch), count_captures(monkeypatch)
+    built = watch_decoders(monkeypatch)
     options = {"temperature": 0.8, "top_p": 0.9}
     first = model.warmup(4, 300, **options)
-    assert first.num_graphs == len(captures) == 5
+    assert first.num_graphs == captures.call_count == 5
     assert first.capture_s > 0 < first.compile_s
     assert first.cache_bytes > 0
     assert model.warmup(4, 300, **options).num_graphs == 0
     output = model.generate(prompts[:4], max_new_tokens=20, **options)
     assert built.count == 1
-    assert len(captures) == 5
+    assert captures.call_count == 5
     assert output.stats.graph_bytes == first.graph_bytes
     assert output.stats.cache_bytes == first.cache_bytes
     assert model.warmup(4, 300, speculative=False).num_graphs == 5
 
 
-def test_partial_verification_is_warmed_up_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_verification_is_warmed_up_too(tmp_path, captures, run_ahead):
     model, _ = pair(tmp_path, "llama")
-    captures = count_captures(monkeypatch)
-    small = partial(PartialVerification, num_blocks=1, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
-    assert model.warmup(1, 300, partial_verification="exact").num_graphs == len(captures) == 3
-    options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    run_ahead(num_blocks=1)
+    assert model.warmup(1, 300, partial_verification="exact").num_graphs == captures.call_count == 3
+    options = {"max_new_tokens": 20, "ignore_eos": True}
     found = model.generate(random_prompts([100]), partial_verification="exact", **options)
     assert found.stats.num_partial_passes > 0
-    assert len(captures) == 3
+    assert captures.call_count == 3
 
 
-def test_memory_after_300_calls_is_that_after_30(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_after_300_calls_is_that_after_30(tmp_path, monkeypatch):
     """Random calls over more numbers of slots and rules than are kept: each is built and captured many times."""
     monkeypatch.setattr(decoders, "MAX_DECODERS", 3)
     monkeypatch.setattr(graphs, "MAX_RULES", 3)
     model, prompts = pair(tmp_path, "llama")
     built = watch_decoders(monkeypatch)
-    sampled: dict[str, Any] = {"temperature": 0.8, "seed": 1}
+    sampled = {"temperature": 0.8, "seed": 1}
     rules = [{}, sampled, {**sampled, "top_p": 0.9}, {"repetition_penalty": 1.2}, {"suppress_tokens": [5]}]
     kinds = list(product((1, 2, 4), (True, False), rules))
     rng = random.Random(0)

@@ -18,6 +18,8 @@ VOCAB = 8
 PROMPT = [3, 5, 4]
 DRAWS = 1500
 LENGTH = 3
+ONE, LESS = ({}, {"top_p": 0.85}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 6}), ({}, {"top_k": 5})
+WARPERS = [{"temperature": value, **cuts} for value, each in ((1.0, ONE), (0.7, LESS)) for cuts in each]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,6 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
     if f_exp[-1] < 5:
         f_obs[-2:], f_exp[-2:] = [sum(f_obs[-2:])], [sum(f_exp[-2:])]
     return float(stats.chisquare(f_obs, np.array(f_exp) * sum(f_obs) / sum(f_exp)).pvalue)
-
-
-ONE, LESS = ({}, {"top_p": 0.85}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 6}), ({}, {"top_k": 5})
-WARPERS = [{"temperature": value, **cuts} for value, each in ((1.0, ONE), (0.7, LESS)) for cuts in each]
 
 
 @pytest.mark.parametrize("warpers", WARPERS, ids=str)

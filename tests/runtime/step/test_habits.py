@@ -4,16 +4,14 @@ import copy
 import logging
 import pickle
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import GenerationOutput, SpeculativeModel, TreeConfig, UsageError
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, UsageError
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
-from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
@@ -26,22 +24,22 @@ MASK = (LEFT != 0).long()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+def model(tmp_path_factory):
     return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path_factory.mktemp("head")), **TREE)
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+def chatty(tmp_path_factory):
     target, head = write_pair(tmp_path_factory.mktemp("pair"))
     return SpeculativeModel.from_pretrained(target, head, **TREE)
 
 
-def theirs(model: SpeculativeModel, ids: Tensor = LEFT, **options: Any) -> Any:
+def theirs(model, ids=LEFT, **options):
     options = {"attention_mask": torch.ones_like(ids) if ids is not LEFT else MASK, "do_sample": False, **options}
-    return model.target.model.generate(ids, **options)  # type: ignore[operator]
+    return model.target.model.generate(ids, **options)
 
 
-def test_1_a_left_padded_batch_is_returned_as_it_is(model: SpeculativeModel) -> None:
+def test_1_a_left_padded_batch_is_returned_as_it_is(model):
     expected = theirs(model, max_new_tokens=12)
     output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=12)
     assert torch.equal(output.sequences, expected)
@@ -63,7 +61,7 @@ def test_1_a_left_padded_batch_is_returned_as_it_is(model: SpeculativeModel) -> 
     assert torch.equal(model.generate(PROMPTS, max_new_tokens=12).sequences, expected)
 
 
-def test_2b_the_output_is_a_model_output(model: SpeculativeModel) -> None:
+def test_2b_the_output_is_a_model_output(model):
     options = {"max_new_tokens": 5, "return_dict_in_generate": True}
     output, expected = (make(LEFT, attention_mask=MASK, **options) for make in (model.generate, partial(theirs, model)))
     assert isinstance(output, ModelOutput)
@@ -75,8 +73,8 @@ def test_2b_the_output_is_a_model_output(model: SpeculativeModel) -> None:
     assert torch.equal(output["sequences"], expected["sequences"])
 
 
-def test_4_seeds(model: SpeculativeModel) -> None:
-    def draw(**options: Any) -> GenerationOutput:
+def test_4_seeds(model):
+    def draw(**options):
         return model.generate(LEFT, attention_mask=MASK, max_new_tokens=12, do_sample=True, **options)
 
     transformers.set_seed(7)
@@ -94,7 +92,7 @@ def test_4_seeds(model: SpeculativeModel) -> None:
 
 
 @pytest.mark.parametrize("is_drafted", [True, False])
-def test_4b_a_seed_for_each_prompt(model: SpeculativeModel, is_drafted: bool) -> None:
+def test_4b_a_seed_for_each_prompt(model, is_drafted):
     options = {"max_new_tokens": 14, "temperature": 1.2, "top_p": 0.95, "speculative": is_drafted, "ignore_eos": True}
     seeds = [11, 2**62, 11]
     whole = model.generate(PROMPTS, seed=seeds, **options)
@@ -116,14 +114,14 @@ def test_4b_a_seed_for_each_prompt(model: SpeculativeModel, is_drafted: bool) ->
 class AtToken(StoppingCriteria):
     """Ends a row at a token, as criteria are written for transformers."""
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token):
         self.token = token
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def __call__(self, input_ids, scores, **_):
         return input_ids[:, -1] == self.token
 
 
-def test_6_stopping_criteria(model: SpeculativeModel) -> None:
+def test_6_stopping_criteria(model):
     for token in (18, 7, 11):
         criteria = StoppingCriteriaList([AtToken(token)])
         expected = theirs(model, max_new_tokens=30, stopping_criteria=criteria)
@@ -135,20 +133,20 @@ def test_6_stopping_criteria(model: SpeculativeModel) -> None:
     assert (len(result.token_ids), result.finish_reason) == (1, "criteria")
 
 
-def test_7_stop_strings_with_a_tokenizer(chatty: SpeculativeModel) -> None:
+def test_7_stop_strings_with_a_tokenizer(chatty):
     tokenizer = chatty.tokenizer
     ids = tokenizer("hello", return_tensors="pt").input_ids
     bare = SpeculativeModel(chatty.target, chatty.drafter)
     free = bare.generate(ids, max_new_tokens=24, ignore_eos=True, tokenizer=tokenizer)
     stop = free.text[0][6:9]
-    options: dict[str, Any] = {"max_new_tokens": 24, "stop_strings": [stop], "tokenizer": tokenizer}
+    options = {"max_new_tokens": 24, "stop_strings": [stop], "tokenizer": tokenizer}
     options["eos_token_id"] = 9999
     assert torch.equal(bare.generate(ids, **options).sequences, theirs(chatty, ids, **options))
     with raises(UsageError, option="stop"):
         bare.generate(ids, stop_strings=[stop])
 
 
-def test_8_max_time(model: SpeculativeModel) -> None:
+def test_8_max_time(model):
     expected = theirs(model, max_new_tokens=5)
     assert torch.equal(model.generate(input_ids=LEFT, max_new_tokens=5, max_time=100.0).sequences, expected)
     result = model.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True, max_time=1e-6).results[0]
@@ -156,7 +154,7 @@ def test_8_max_time(model: SpeculativeModel) -> None:
     assert 1 <= len(result.token_ids) < 200
 
 
-def test_10_chats_by_vllms_names(chatty: SpeculativeModel) -> None:
+def test_10_chats_by_vllms_names(chatty):
     hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "good bye"))
     one = chatty.chat(hello, max_tokens=8)
     assert one.token_ids == chatty.generate(chatty.encode_chat(hello), max_new_tokens=8).token_ids
@@ -173,7 +171,7 @@ def test_10_chats_by_vllms_names(chatty: SpeculativeModel) -> None:
 
 def test_11_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    options = {"max_new_tokens": 9, "do_sample": False}
     texts, answers = ["a b", "c"], []
     told = {"framework": "pt"} if transformers.__version__.startswith("4.") else {}
     for model in (chatty, chatty.target.model):
@@ -186,7 +184,7 @@ def test_11_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
     assert "not supported" not in caplog.text
 
 
-def test_13_a_mistyped_option_is_told_what_was_meant(model: SpeculativeModel) -> None:
+def test_13_a_mistyped_option_is_told_what_was_meant(model):
     for name, meant in (("max_new_token", "max_new_tokens"), ("temprature", "temperature"), ("sead", "seed")):
         with raises(UsageError, option=name) as caught:
             model.generate([3, 4], **{name: 1})

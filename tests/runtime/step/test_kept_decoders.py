@@ -2,11 +2,10 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> SpeculativeModel:
+def model(tmp_path):
     return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), tree=TreeConfig(2, 2, 5))
 
 
-def test_what_was_not_used_for_longest_makes_room() -> None:
-    kept: dict[str, str] = {}
+def test_what_was_not_used_for_longest_makes_room():
+    kept = {}
     for key in "abca":
         assert recall(kept, key, 3, partial(str.upper, key)) == key.upper()
     recall(kept, "d", 3, lambda: " ".join(kept))
@@ -39,12 +38,12 @@ def test_what_was_not_used_for_longest_makes_room() -> None:
     assert kept == {"c": "C", "a": "A", "d": "c a"}
 
 
-def test_decoders_are_bounded_and_built_anew(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoders_are_bounded_and_built_anew(model, monkeypatch):
     """One for each number of prompts, drafted and plain."""
     prompts, built = random_prompts([5, 9, 3, 12, 7, 4, 8]), watch_decoders(monkeypatch)
     kinds = [(count, is_drafted) for count in range(1, 8) for is_drafted in (True, False)]
     assert len(kinds) > MAX_DECODERS
-    answers: dict[int, set[str]] = {count: set() for count, _ in kinds}
+    answers = {count: set() for count, _ in kinds}
     for count, is_drafted in kinds * 2:
         output = model.generate(prompts[:count], max_new_tokens=8, ignore_eos=True, speculative=is_drafted)
         answers[count].add(str(output.token_ids))
@@ -57,7 +56,7 @@ def test_decoders_are_bounded_and_built_anew(model: SpeculativeModel, monkeypatc
     assert built.count == before
 
 
-def test_a_slot_keeps_its_prefix_without_its_decoder(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_keeps_its_prefix_without_its_decoder(model, monkeypatch):
     monkeypatch.setattr(decoders, "MAX_DECODERS", 1)
     built, prompt = watch_decoders(monkeypatch), random_prompts([20])[0]
     # The cache has a slot more than the prompt needs.
@@ -74,30 +73,25 @@ def test_a_slot_keeps_its_prefix_without_its_decoder(model: SpeculativeModel, mo
 
 
 @pytest.mark.parametrize("place", ["cache", "forward"])
-def test_full_memory_ends_one_call_only(model: SpeculativeModel, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_ends_one_call_only(model, place, monkeypatch):
     prompt = random_prompts([9])[0]
     wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
     # The same with nothing allocated.
     model = model.with_tree(model.drafter.tree)
-    calls: list[None] = []
-    caches: list[weakref.ref[decoders.KVCache]] = []
+    forward, allocate, calls, caches = model.target.forward, decoders.KVCache.allocate, itertools.count(1), []
 
-    def out_of_memory(*_: Any, **__: Any) -> None:
-        calls.append(None)
-        if place == "cache":
-            torch.empty(1 << 60, dtype=torch.uint8)
-        elif len(calls) == 3:
+    def out_of_memory(*given, **options):
+        if next(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB.")
-        forward(*_, **__)
+        forward(*given, **options)
 
-    def noted(*given: Any) -> decoders.KVCache:
-        cache = allocate(*given)
+    def noted(*given):
+        cache = allocate(*given) if place == "forward" else torch.empty(1 << 60, dtype=torch.uint8)
         caches.append(weakref.ref(cache))
         return cache
 
-    forward, allocate = model.target.forward, decoders.KVCache.allocate
     with monkeypatch.context() as patch:
-        patch.setattr(decoders.KVCache, "allocate", out_of_memory if place == "cache" else noted)
+        patch.setattr(decoders.KVCache, "allocate", noted)
         if place == "forward":
             patch.setattr(model.target, "forward", out_of_memory)
         with raises(DeviceMemoryError, option="max_slots") as caught:
@@ -110,10 +104,10 @@ def test_full_memory_ends_one_call_only(model: SpeculativeModel, place: str, mon
     assert model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True).token_ids == wanted
 
 
-def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path, monkeypatch):
     target, _ = write_pair(tmp_path)
 
-    def to(_model: Any, *_: Any) -> None:
+    def to(_model, *_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr(transformers.PreTrainedModel, "to", to)
@@ -121,18 +115,18 @@ def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkey
         load_target(target, torch.float32, torch.device("cpu"), None, offline=True)
 
 
-def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) -> None:
+def test_a_model_cannot_be_copied_but_its_target_can(model):
     for act in (copy.deepcopy, pickle.dumps):
         with raises(UsageError, option="SpeculativeModel cannot be copied"):
             act(model)
-    own: Any = model.target.model
+    own = model.target.model
     prompt = torch.tensor(random_prompts([9]))
     wanted = own.generate(prompt, max_new_tokens=4)
     for same in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
         assert torch.equal(same.generate(prompt, max_new_tokens=4), wanted)
 
 
-def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
+def test_a_decoder_goes_at_once(model):
     """Its memory is there for the next one without waiting for cycles to be collected."""
     kept = Decoders(model.target, model.drafter)
     decoder = kept.get(2, 40, kept.tree, PartialVerification("exact", 1, min_length=0))

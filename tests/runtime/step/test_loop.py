@@ -1,21 +1,24 @@
 """Speculative output against the target's own: greedy, sampled, batched, on every kind of target and head."""
 
-import itertools
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import Buffers, DrafterConfig, HeadWeights, SpeculativeModel, TreeConfig, UsageError
+from eagle_slim.convert.sources.builtin import load_embedded_counts
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, UsageError
 from eagle_slim.runtime.drafter import reference
 from eagle_slim.runtime.step import plan, prefill
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
+from support.sweeps import sweep
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -28,31 +31,26 @@ TREES = {
     "deeper than the kernel's": {"tree": TreeConfig(17, 1, 19)},
     "fewer nodes than levels": {"tree": TreeConfig(6, 2, 3)},
 }
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
 PROMPTS = random_prompts([1, 2, 9, 17])
 NEW = 18
 DRAFT_IDS = [2, 3, 5, 7, 8, 11, 12, 14, 17, 19, 20, 23]
 
 
-def build(tmp_path: Path, kind: str = "llama", tree: str = "tree", head: dict[str, Any] | None = None, **options: Any):
+def build(tmp_path, kind="llama", tree="tree", head=None, **options):
     folder = write_head(tmp_path / "head", **(head or {}))
     return SpeculativeModel.from_pretrained(tiny_target(kind), folder, **TREES[tree], **options)
 
 
 @cache
-def the_targets_own(kind: str) -> list[list[int]]:
+def the_targets_own(kind):
     target = tiny_target(kind)
     return [plain_greedy(target, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"),
-    [
-        pytest.param(kind, tree, marks=() if kind == "llama" and tree in ("tree", "chain") else pytest.mark.slow)
-        for kind in ("llama", "qwen2", "qwen3", "mistral")
-        for tree in TREES
-    ],
-)
-def test_greedy_equals_the_targets_own(tmp_path: Path, kind: str, tree: str) -> None:
+@pytest.mark.parametrize("case", sweep(product(KINDS, TREES), ("llama", "tree"), ("llama", "chain")), ids="-".join)
+def test_greedy_equals_the_targets_own(tmp_path, case):
+    kind, tree = case
     model = build(tmp_path, kind, tree)
     passes = []
     for prompt, expected in zip(PROMPTS, the_targets_own(kind), strict=True):
@@ -66,13 +64,13 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, kind: str, tree: str) -> 
         assert max(map(len, PROMPTS)) > WINDOW
 
 
-def test_two_taps_one_of_them_after_the_last_layer(tmp_path: Path) -> None:
+def test_two_taps_one_of_them_after_the_last_layer(tmp_path):
     model = build(tmp_path, head={"taps": 2, "eagle_aux_hidden_state_layer_ids": [1, 4]})
     assert model.generate(PROMPTS, max_new_tokens=NEW).token_ids == the_targets_own("llama")
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str) -> None:
+def test_a_batch_equals_its_prompts_alone(tmp_path, kind):
     model = build(tmp_path, kind)
     together = model.generate(PROMPTS, max_new_tokens=20)
     two_slots = model.generate(PROMPTS, max_new_tokens=20, max_slots=2)
@@ -84,7 +82,7 @@ def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str) -> None:
     assert together.stats.num_passes == sum(output.stats.num_passes for output in alone)
 
 
-def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
+def test_prompts_in_every_form_that_tokenizers_return(tmp_path):
     model = build(tmp_path)
     prompts = random_prompts([3, 5])
     padded, mask = [[0, 0, *prompts[0]], prompts[1]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -108,7 +106,7 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         assert [list(result.prompt_ids) for result in found.results] == expected, given
 
 
-def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
+def test_threads_take_turns_with_a_target(tmp_path):
     model = build(tmp_path)
     head = write_head(tmp_path / "other", kind="eagle")
     other = SpeculativeModel.from_pretrained(model.target.model, head, **TREES["chain"])
@@ -116,13 +114,13 @@ def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         jobs = [
             pool.submit(one.generate, prompt, max_new_tokens=10, ignore_eos=True)
-            for one, prompt in itertools.product((model, other, model), PROMPTS)
+            for one, prompt in product((model, other, model), PROMPTS)
         ]
     assert [job.result().token_ids for job in jobs] == alone * 3
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
+def test_a_streamer_that_generates_is_refused(tmp_path):
     model = build(tmp_path)
     streamer = mock.Mock()
     streamer.put.side_effect = lambda value: value.dim() == 1 and model.generate(PROMPTS[1], max_new_tokens=2)
@@ -133,7 +131,7 @@ def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
     assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
 
 
-def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_in_chunks_gives_the_same(tmp_path, monkeypatch):
     model = build(tmp_path, "mistral")
     prompt = random_prompts([50], seed=3)[0]
     whole = model.generate(prompt, max_new_tokens=12)
@@ -142,20 +140,7 @@ def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pyt
     assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
 
 
-def count_positions(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(sequences, positions of each) of every pass of the head, as it will be called."""
-    passes: list[tuple[int, int]] = []
-    layer = reference.ReferenceDraft.layer
-
-    def counted(draft: Any, hidden: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        passes.append(tuple(tokens.shape))
-        return layer(draft, hidden, tokens, *rest)
-
-    monkeypatch.setattr(reference.ReferenceDraft, "layer", counted)
-    return passes
-
-
-def test_who_ran_is_counted(tmp_path: Path) -> None:
+def test_who_ran_is_counted(tmp_path):
     model = build(tmp_path)
     # A prompt's forward gives the first token, each plain step one for every sequence: four steps of two, four of one.
     output = model.generate(PROMPTS[:3], max_new_tokens=5, max_slots=2, ignore_eos=True, speculative=False)
@@ -166,23 +151,28 @@ def test_who_ran_is_counted(tmp_path: Path) -> None:
     assert drafted.stats.finish_reasons == Counter(result.finish_reason for result in drafted.results)
 
 
-def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_drafted_from_is_never_computed_again(tmp_path, monkeypatch):
     """A draft computes the pairs of the last step's tokens and its own nodes; a prompt's pairs take no pass at all."""
-    model = build(tmp_path)
-    passes = count_positions(model, monkeypatch)
+    model, positions, layer = build(tmp_path), list[int](), reference.ReferenceDraft.layer
+
+    def counted(draft, hidden, tokens, *rest):
+        positions.append(tokens.shape[1])
+        return layer(draft, hidden, tokens, *rest)
+
+    monkeypatch.setattr(reference.ReferenceDraft, "layer", counted)
     output = model.generate(random_prompts([12])[0], max_new_tokens=24, ignore_eos=True)
     tree, lengths = model.drafter.tree, output.stats.accepted_lengths
-    extended = sum(positions for _, positions in passes[:: tree.depth + 1])
+    extended = sum(positions[:: tree.depth + 1])
     # The first token, then what each step but the last accepted.
     assert 0 < 1 + sum(length * count for length, count in lengths.items()) - extended <= tree.path_width
-    assert sum(positions for _, positions in passes) == extended + output.stats.num_passes * tree.depth * tree.top_k
+    assert sum(positions) == extended + output.stats.num_passes * tree.depth * tree.top_k
 
 
-def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:
+def test_a_drafter_of_the_callers_own(tmp_path):
     """It drafts from the buffers; what it drafts are target ids of the draft vocabulary."""
-    seen: set[int] = set()
+    seen = set()
 
-    def watched(cfg: DrafterConfig, features: torch.Tensor, head: HeadWeights, bufs: Buffers) -> None:
+    def watched(cfg, features, head, bufs):
         reference.draft_ref(cfg, features, head, bufs)
         seen.update(bufs.draft_tokens[0, 1:].tolist())
 
@@ -196,7 +186,7 @@ def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:
     assert max(seen) < VOCAB
 
 
-def test_what_the_draft_vocabulary_did_not_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_draft_vocabulary_did_not_hold_is_counted(tmp_path, monkeypatch):
     """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
     model = build(tmp_path, head={"draft_ids": DRAFT_IDS})
     output = model.generate(random_prompts([1, 9, 5, 2]), max_new_tokens=12, max_slots=2)
@@ -214,3 +204,24 @@ def test_what_the_draft_vocabulary_did_not_hold_is_counted(tmp_path: Path, monke
         chosen = model.generate(random_prompts([9]), max_new_tokens=12)
     assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFT_IDS)
     assert build(tmp_path / "full").generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("vocabulary", "tree", "num_passes"),
+    [("full", TreeConfig(4, 1, 5), 27), ("most frequent", TreeConfig(5, 10, 60), 18)],
+)
+def test_the_real_head_takes_the_passes_of_an_independent_implementation(vocabulary, tree, num_passes):
+    """For 468 tokens of 12 prompts: 160 (full vocabulary, depth 5, top_k 10, 60 nodes), 166 (4096 most frequent ids),
+    254 (full, chain of depth 4). Here the first prompt of these runs; `eagle-compare` repeats the whole table."""
+    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cpu").with_tree(tree)
+    if vocabulary == "most frequent":
+        counts = load_embedded_counts().sources[0].counts
+        most_frequent = DraftVocab(np.argsort(-counts, kind="stable")[:4096], 0, len(counts), {})
+        model = model.with_draft_vocab(most_frequent)
+    with (Path(__file__).parents[3] / "examples" / "prompts.jsonl").open(encoding="utf-8") as lines:
+        prompt = model.encode_chat(json.loads(next(lines))["turns"][0])
+    output = model.generate(prompt, max_new_tokens=40)
+    assert output.token_ids == [plain_greedy(model.target.model, prompt, 40)]
+    # The first token is the prompt's.
+    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == (39, num_passes)

@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.api.options import read_call
 from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
@@ -21,7 +19,8 @@ from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, Pre
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 PROMPTS = random_prompts([1, 4, 9])
 ENDS = {"eos_token_id": [18, 7]}
-PENALTIES: dict[str, dict[str, Any]] = {
+HI = {"role": "user", "content": "Hi"}
+PENALTIES = {
     "repetition": {"repetition_penalty": 1.3},
     "n-grams": {"no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[18], [7, 9]]},
@@ -32,13 +31,13 @@ PENALTIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+def shared(tmp_path_factory):
     head = write_head(tmp_path_factory.mktemp("head"))
     return SpeculativeModel.from_pretrained(tiny_target("llama"), head, tree=TreeConfig(3, 4, 16))
 
 
 @pytest.fixture
-def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> SpeculativeModel:
+def model(shared, monkeypatch):
     config, target = GenerationConfig(eos_token_id=2, pad_token_id=0), shared.target
     monkeypatch.setattr(target.model, "generation_config", config)
     monkeypatch.setattr(target.text_config, "pad_token_id", target.text_config.pad_token_id)
@@ -46,7 +45,7 @@ def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Speculat
     return shared
 
 
-def own_generate(model: SpeculativeModel, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+def own_generate(model, prompts=PROMPTS, **options):
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -56,12 +55,12 @@ def own_generate(model: SpeculativeModel, prompts: list[list[int]] = PROMPTS, **
 
 
 @pytest.fixture(scope="module")
-def unpenalised(shared: SpeculativeModel) -> list[list[int]]:
+def unpenalised(shared):
     return own_generate(shared, max_new_tokens=20, eos_token_id=2, pad_token_id=0)
 
 
 @pytest.mark.parametrize("penalty", sweep(PENALTIES, "repetition", "several"))
-def test_penalties_equal_the_targets_own(model: SpeculativeModel, unpenalised: list[list[int]], penalty: str) -> None:
+def test_penalties_equal_the_targets_own(model, unpenalised, penalty):
     """Drafted with keywords, plainly with a configuration."""
     options = {"max_new_tokens": 20, **PENALTIES[penalty]}
     expected = own_generate(model, **options)
@@ -73,7 +72,7 @@ def test_penalties_equal_the_targets_own(model: SpeculativeModel, unpenalised: l
     assert expected != unpenalised
 
 
-def test_the_targets_generation_configuration_is_followed(model: SpeculativeModel) -> None:
+def test_the_targets_generation_configuration_is_followed(model):
     target = model.target.model
     plain = model.generate(PROMPTS, max_new_tokens=20).token_ids
     target.generation_config = GenerationConfig(repetition_penalty=1.5, temperature=0.6, do_sample=True, eos_token_id=2)
@@ -82,31 +81,30 @@ def test_the_targets_generation_configuration_is_followed(model: SpeculativeMode
     assert model.generate(PROMPTS, max_new_tokens=20, repetition_penalty=1.0).token_ids == plain
 
 
-@pytest.mark.parametrize(
-    "processor", [lambda _, scores: None, lambda _, scores: scores[0], lambda _, scores: scores > 0]
-)
-def test_a_processor_that_returns_no_scores_is_named(model: SpeculativeModel, processor: Any) -> None:
-    with raises(UsageError, option="processor function"):
-        model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
+def test_functions_that_return_no_scores_or_no_verdict_are_named(model):
+    for processor in (lambda _, scores: None, lambda _, scores: scores[0], lambda _, scores: scores > 0):
+        with raises(UsageError, option="processor function"):
+            model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
+    for verdict in ({}, [], None):
+        with raises(UsageError, option="stopping criterion"):
+            model.generate([3, 4], stopping_criteria=lambda ids, scores, verdict=verdict: verdict)
 
 
-def test_a_tree_that_is_none_or_too_deep_is_refused(model: SpeculativeModel) -> None:
-    wrong: Any = "5,10,60"
+def test_a_tree_that_is_none_or_too_deep_is_refused(model):
+    wrong = "5,10,60"
     with raises(UsageError, option="tree"):
         model.with_tree(wrong)
     with raises(UsageError, option="depth"):
         model.with_tree(TreeConfig(32, 4, 60)).generate(PROMPTS[0], max_new_tokens=2)
 
 
-LENGTHS = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_tokens": (None, 0, 6)}
-
-
 @pytest.mark.filterwarnings("ignore:.*length:UserWarning")
 @pytest.mark.parametrize("place", sweep(["keywords", "configuration", "both"], "keywords"))
-def test_lengths_mean_what_transformers_means_in_every_combination(model: SpeculativeModel, place: str) -> None:
+def test_lengths_mean_what_transformers_means_in_every_combination(model, place):
     """With an end that comes at once if it may; of the target's own generate, beside the 256 tokens of ours."""
-    for values in itertools.product(*LENGTHS.values()):
-        options = {name: value for name, value in zip(LENGTHS, values, strict=True) if value is not None}
+    lengths = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_tokens": (None, 0, 6)}
+    for values in itertools.product(*lengths.values()):
+        options = {name: value for name, value in zip(lengths, values, strict=True) if value is not None}
         if not {"max_new_tokens", "max_length"} & set(options):
             continue
         expected = own_generate(model, PROMPTS[2:], eos_token_id=[18, 7], **options)
@@ -118,34 +116,28 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model: Specul
         assert found.token_ids == expected, options
 
 
-NOT_SERVED = {"forced_eos_token_id": 5, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
-NOT_SERVED |= {"watermarking_config": WatermarkingConfig(), "token_healing": True, "stop_strings": ["a"]}
+def test_a_configuration_that_asks_for_more_is_refused(model):
+    asked = {"watermarking_config": WatermarkingConfig(), "token_healing": True, "stop_strings": ["a"]}
+    asked |= {"forced_eos_token_id": 5, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
+    for name, value in asked.items():
+        model.target.model.generation_config = GenerationConfig(**{name: value})
+        with raises(UsageError, option=name.replace("_strings", "")):
+            model.generate(PROMPTS, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(("name", "value"), NOT_SERVED.items(), ids=str)
-def test_a_configuration_that_asks_for_more_is_refused(model: SpeculativeModel, name: str, value: Any) -> None:
-    model.target.model.generation_config = GenerationConfig(**{name: value})
-    with raises(UsageError, option=name.replace("_strings", "")):
-        model.generate(PROMPTS, max_new_tokens=4)
+def test_padding_ids(model):
+    for generation, of_the_text, pad in (
+        ({"pad_token_id": 21}, None, 21),
+        ({}, 22, 22),
+        ({"eos_token_id": [2, 5]}, None, 2),
+        ({"eos_token_id": 2, "pad_token_id": 20}, 22, 20),
+    ):
+        model.target.model.generation_config = GenerationConfig(**generation)
+        model.target.text_config.pad_token_id = of_the_text
+        assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
 
 
-@pytest.mark.parametrize(
-    ("configs", "pad"),
-    [
-        (({"pad_token_id": 21}, {}), 21),
-        (({}, {"pad_token_id": 22}), 22),
-        (({"eos_token_id": [2, 5]}, {}), 2),
-        (({"eos_token_id": 2, "pad_token_id": 20}, {"pad_token_id": 22}), 20),
-    ],
-    ids=str,
-)
-def test_padding_ids(model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int) -> None:
-    model.target.model.generation_config = GenerationConfig(**configs[0])
-    model.target.text_config.pad_token_id = configs[1].get("pad_token_id")
-    assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
-
-
-SAME_VALUE: list[tuple[Any, str]] = [
+SAME_VALUE = [
     (1, "foo max_length reuse_prefix attention_mask penalty_alpha"),
     (0, "max_slots max_time encoder_repetition_penalty"),
     (5, "num_return_sequences min_length"),
@@ -160,7 +152,7 @@ SAME_VALUE: list[tuple[Any, str]] = [
     ([[3], [5, 24]], "bad_words_ids"),
     ([[3], []], "bad_words_ids"),
 ]
-OWN_VALUE: dict[str, Any] = {"generation_config": {}, "past_key_values": (), "temprature": None, "streamer": print}
+OWN_VALUE = {"generation_config": {}, "past_key_values": (), "temprature": None, "streamer": print}
 OWN_VALUE |= {"constraints": torch.tensor([1, 1]), "stopping_criteria": MaxLengthCriteria, "seed": [1, 2]}
 OWN_VALUE |= {"attention_mask": [[1]], "suppress_tokens": [3, 24]}
 ALONE = [*OWN_VALUE.items(), *((name, value) for value, names in SAME_VALUE for name in names.split())]
@@ -175,41 +167,34 @@ ALONE = [*OWN_VALUE.items(), *((name, value) for value, names in SAME_VALUE for 
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
         ({"stop": ["a"], "stop_strings": ["b"]}, "stop_strings"),
-        pytest.param({"stopping_criteria": lambda ids, scores: {}}, "stopping criterion", id="not a verdict"),
-        pytest.param({"stopping_criteria": lambda ids, scores: []}, "stopping criterion", id="an empty verdict"),
-        pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict"),
     ],
     ids=str,
 )
-def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_served(model, options, named):
     model.tokenizer = object()
     with raises(UsageError, option=named):
         model.generate([3, 4], **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_greedy_ignores_sampling_options(model):
+    expected = model.generate(PROMPTS, max_new_tokens=8).token_ids
+    for options, named in (
         ({"top_p": 0.9}, "top_p=0.9"),
         ({"min_p": 0.1, "do_sample": False}, "min_p=0.1"),
         ({"do_sample": False, "temperature": 0.7, "top_k": 5}, "temperature=0.7, top_k=5"),
         ({"temperature": 0.0, "top_p": 0.9}, "top_p=0.9"),
         ({"do_sample": False, "temperature": 1.0, "top_k": 50}, None),
-    ],
-    ids=str,
-)
-def test_greedy_ignores_sampling_options(model: SpeculativeModel, options: dict[str, Any], named: str | None) -> None:
-    expected = model.generate(PROMPTS, max_new_tokens=8).token_ids
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", SamplingWarning)
-        assert model.generate(PROMPTS, max_new_tokens=8, **options).token_ids == expected
-    assert [str(each.message).split(": ")[1].split(" acts")[0] for each in found] == ([named] if named else [])
-    assert not found or found[0].filename == __file__
+    ):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", SamplingWarning)
+            assert model.generate(PROMPTS, max_new_tokens=8, **options).token_ids == expected
+        assert [str(each.message).split(": ")[1].split(" acts")[0] for each in found] == ([named] if named else [])
+        assert not found or found[0].filename == __file__
 
 
-def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
+def test_what_asks_for_nothing_is_taken(model):
     neutral = "encoder_repetition_penalty", "typical_p", "length_penalty", "repetition_penalty"
-    off: dict[str, Any] = dict.fromkeys(neutral, 1.0) | {"top_k": 50, "max_new_tokens": 8, "num_assistant_tokens": 20}
+    off = dict.fromkeys(neutral, 1.0) | {"top_k": 50, "max_new_tokens": 8, "num_assistant_tokens": 20}
     off |= dict.fromkeys(("num_beams", "guidance_scale", "bos_token_id"), 1)
     off |= dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "min_length"), 0)
     off |= {"renormalize_logits": False, "output_scores": False, "use_cache": True, "cache_implementation": "static"}
@@ -221,23 +206,20 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
     assert model.generate(PROMPTS, **unset).token_ids == expected
 
 
-HI = {"role": "user", "content": "Hi"}
-NO_PROMPTS = [[3.0, 4.0], b"a", [b"a"], 3, None, [[3], 4], [3, "a"], ["a", 3], [[[3]]], [HI], HI]
+def test_values_of_other_types_are_no_prompts(model):
+    values = [[3.0, 4.0], b"a", [b"a"], 3, None, [[3], 4], [3, "a"], ["a", 3], [[[3]]], [HI], HI]
+    for prompt in (*values, *map(torch.tensor, ([[3.5]], [[True]], 3))):
+        with raises(UsageError, option="input_ids"):
+            model.generate(prompt, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("prompt", [*NO_PROMPTS, *map(torch.tensor, ([[3.5]], [[True]], 3))], ids=str)
-def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
-    with raises(UsageError, option="input_ids"):
-        model.generate(prompt, max_new_tokens=2)
-
-
-def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) -> None:
+def test_a_mapping_holds_what_is_read_and_nothing_else(model):
     ids = torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, max_new_tokens=4).token_ids
     read = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     for given in (read, {**read, "token_type_ids": [[0, 0, 0]], "pixel_values": None}, BatchEncoding(read)):
         assert model.generate(given, max_new_tokens=4).token_ids == expected
-    others: dict[str, Any] = {
+    others = {
         "position_ids": ids,
         "pixel_values": torch.ones(1, 3, 2, 2),
         "inputs_embeds": torch.ones(1, 3, 32),
@@ -254,7 +236,7 @@ def test_a_mapping_holds_what_is_read_and_nothing_else(model: SpeculativeModel) 
 
 
 @pytest.mark.parametrize("messages", [[], ["Hi"], HI, [HI | {"role": "system"}], [HI | {"content": ["Hi"]}]], ids=str)
-def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messages: Any) -> None:
+def test_what_is_no_conversation(model, tmp_path, messages):
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     folder = write_folder(tmp_path, byte_level_bpe(), refusal + "{{ messages[0].role + messages[0].content }}")
     model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -273,7 +255,7 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
             model.encode_chat([HI | {"role": role}, HI | {"content": content}])
 
 
-def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
+def test_a_chat_takes_its_options_by_name(model):
     with raises(UsageError, option="n"):
         model.chat("Hi", n=1, num_return_sequences=1)
     model.tokenizer = object()
@@ -283,35 +265,30 @@ def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
             model.chat(no_list)
 
 
-def test_an_end_in_every_form(model: SpeculativeModel) -> None:
+def test_an_end_in_every_form(model):
     expected = own_generate(model, max_new_tokens=30, eos_token_id=5)
-    for eos in (5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}):
+    # Ids that no token has end nothing.
+    for eos in (5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}, [5, -1, 24, 10**6]):
         assert model.generate(PROMPTS, max_new_tokens=30, eos_token_id=eos).token_ids == expected, repr(eos)
 
 
-def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:
-    call = read_call(model.target, None, None, [3, 4], {"eos_token_id": [5, -1, 24, 10**6]})
-    assert call.requests[0].eos_ids == {5}
+def test_a_loaded_target_stays_as_it_is(tmp_path):
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    wrong = {"dtype": (torch.float16, "bfloat16", "float7"), "device": ("meta", "gpu")}
+    wrong |= {"offline": ("x",), "tokenizer": ("name/model",), "draft_vocab": ("full", 24.0), "tree": ((5, 10, 60),)}
+    wrong |= {"max_model_len": (0,), "revision": ("main",), "target_weights": ("fp8",)}
+    for option, value in ((name, each) for name in wrong for each in wrong[name]):
+        with raises(UsageError, option=option):
+            SpeculativeModel.from_pretrained(target, head, **{option: value})
 
 
-WRONG: dict[str, tuple[Any, ...]] = {"dtype": (torch.float16, "bfloat16", "float7"), "device": ("meta", "gpu")}
-WRONG |= {"offline": ("x",), "tokenizer": ("name/model",), "draft_vocab": ("full", 24.0), "tree": ((5, 10, 60),)}
-WRONG |= {"max_model_len": (0,), "revision": ("main",), "target_weights": ("fp8",)}
-
-
-@pytest.mark.parametrize(("option", "value"), [(name, each) for name in WRONG for each in WRONG[name]], ids=str)
-def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any) -> None:
-    with raises(UsageError, option=option):
-        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **{option: value})
-
-
-def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_transformers_is_told(monkeypatch):
     monkeypatch.setattr("eagle_slim.runtime.opening.targets.transformers.__version__", "4.53.3")
     with raises(UsageError, option="transformers 5.0"):
         SpeculativeModel.from_pretrained()
 
 
-def test_what_a_target_is_loaded_in(tmp_path: Path) -> None:
+def test_what_a_target_is_loaded_in(tmp_path):
     loaded, head = tiny_target("llama"), write_head(tmp_path / "own")
     own = {"dtype": "float32", "device": "cpu", "draft_vocab": np.int64(24)}
     assert SpeculativeModel.from_pretrained(loaded, head, **own).draft_vocab == 24
@@ -323,7 +300,7 @@ def test_what_a_target_is_loaded_in(tmp_path: Path) -> None:
         assert SpeculativeModel.from_pretrained(target, head, dtype=dtype).target.dtype == torch.bfloat16
 
 
-def test_exactness_says_what_holds_in_each_type(model: SpeculativeModel, tmp_path: Path) -> None:
+def test_exactness_says_what_holds_in_each_type(model, tmp_path):
     stats = model.generate([3, 4], max_new_tokens=2).stats
     assert "float32" in str(stats.exactness)
     assert not stats.is_exact, "only an exact row's ties are decided alike"
@@ -332,7 +309,7 @@ def test_exactness_says_what_holds_in_each_type(model: SpeculativeModel, tmp_pat
     assert half.generate([3, 4], max_new_tokens=2).stats.exactness is None
 
 
-def test_a_streamer_is_ended_where_the_call_fails(model: SpeculativeModel) -> None:
+def test_a_streamer_is_ended_where_the_call_fails(model):
     reader = mock.Mock()
     reader.put.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):

@@ -1,10 +1,7 @@
 """Partial verification: with "exact" the output of plain decoding, whatever runs ahead; "lossy" says that it is."""
 
 import random
-from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -18,63 +15,43 @@ from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
 from support.sweeps import sweep
 from support.tiny_models import VOCAB, tiny_target, write_head
-from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 LONGEST = 1024
 TREE = {"tree": TreeConfig(3, 4, 12)}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
-Sizes = Callable[..., None]
-
-
-@pytest.fixture(autouse=True)
-def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
-    """Let calls run ahead from the first token on; a test may ask for other sizes than two blocks."""
-
-    def set_sizes(**sizes: int) -> None:
-        made = partial(PartialVerification, **{"num_blocks": 2, "min_length": 0, **sizes})
-        monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", made)
-
-    set_sizes()
-    return set_sizes
+KINDS = [f"{backend}, {how}" for backend in ("transformers", "fused") for how in ("greedy", "sampled")]
+LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_head(tmp_path_factory.mktemp("head"), max_position_embeddings=LONGEST)
 
 
 @pytest.fixture(scope="module")
-def models(folder: Path) -> Any:
+def models(folder):
     @cache
-    def build(kind: str = "llama", backend: str = "transformers") -> SpeculativeModel:
+    def build(kind="llama", backend="transformers"):
         target = tiny_target(kind, max_position_embeddings=LONGEST)
         return SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), folder, **TREE)
 
     return build
 
 
-def prompts(*lengths: int) -> list[list[int]]:
+def prompts(*lengths):
     draw = random.Random(sum(lengths))
     return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("backend", "sampling"),
-    [
-        pytest.param("transformers", {}, id="transformers-greedy"),
-        pytest.param("fused", SAMPLED, id="fused-sampled"),
-        pytest.param("transformers", SAMPLED, id="transformers-sampled", marks=pytest.mark.slow),
-        pytest.param("fused", {}, id="fused-greedy", marks=pytest.mark.slow),
-    ],
-)
-def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", sweep(KINDS, "transformers, greedy", "fused, sampled"))
+def test_all_blocks_are_a_full_pass(models, run_ahead, kind):
     """Then partial passes accept what passes over trees accept, and full ones confirm all of it."""
-    model = models("llama", backend)
+    model, sampling = models("llama", kind.split(",")[0]), SAMPLED if "sampled" in kind else {}
     given = prompts(5, 70, 450)
     full = model.generate(given, max_new_tokens=24, ignore_eos=True, **sampling)
-    sizes(num_blocks=ALL)
+    run_ahead(num_blocks=ALL)
     found = model.generate(given, max_new_tokens=24, ignore_eos=True, partial_verification="exact", **sampling)
     assert found.token_ids == full.token_ids
     assert found.stats.num_rolled_back_tokens == 0
@@ -87,15 +64,15 @@ def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sam
     sweep(["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"], "greedy", "sampled"),
 )
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str) -> None:
+def test_exact_is_plain_decoding(models, run_ahead, kind, case):
     model = models(kind)
     given = prompts(500, 333, 65, 7) if case == "batch" else prompts(430 + len(case))
-    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": case not in ("ends", "batch")}
+    options = {"max_new_tokens": 24, "ignore_eos": case not in ("ends", "batch")}
     options |= SAMPLED if case in ("sampled", "batch") else {}
     options |= {"repetition_penalty": 1.3} if case == "penalty" else {}
     options |= {"max_slots": 2} if case == "batch" else {}
     others = {"one ahead": {"num_steps": 1, "num_tokens": 1}, "far ahead": {"num_steps": 12, "num_tokens": 40}}
-    sizes(**others.get(case, {}))
+    run_ahead(**others.get(case, {}))
     plain = model.generate(given, speculative=False, **options)
     if case == "ends":
         # Whatever comes up last for the first time.
@@ -114,11 +91,11 @@ def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str
         assert found.stats.num_reused_tokens > 300
 
 
-def test_lossy_is_what_ran_ahead(models: Any, sizes: Sizes) -> None:
+def test_lossy_is_what_ran_ahead(models, run_ahead):
     model, given, found = models("llama"), prompts(600), []
     plain = model.generate(given, max_new_tokens=40, ignore_eos=True)
     for num_blocks in (ALL, 1):
-        sizes(num_blocks=num_blocks)
+        run_ahead(num_blocks=num_blocks)
         found.append(model.generate(given, max_new_tokens=40, ignore_eos=True, partial_verification="lossy"))
     all_of_it, little = found
     assert all_of_it.token_ids == plain.token_ids
@@ -129,7 +106,7 @@ def test_lossy_is_what_ran_ahead(models: Any, sizes: Sizes) -> None:
     assert "(lossy)" in little.stats.path
 
 
-def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: Path) -> None:
+def test_what_is_refused_and_what_stays_full(models, run_ahead, folder):
     model, given = models("llama"), prompts(20)
     for wrong in ("some", True):
         with pytest.raises(UsageError, match="expected one of 'exact', 'lossy'"):
@@ -143,16 +120,13 @@ def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: 
         windowed = SpeculativeModel.from_pretrained(target, folder, **TREE)
         with pytest.raises(UnsupportedModelError, match="sliding window"):
             windowed.generate(given, partial_verification="exact")
-    sizes(min_length=65536)
+    run_ahead(min_length=65536)
     short = model.generate(given, partial_verification="exact", max_new_tokens=4)
     assert "every pass is full (20 tokens; runs ahead from 65,536)" in short.stats.path
     assert short.stats.num_partial_passes == 0
 
 
-LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
-
-
-def test_the_part_holds_what_it_should(models: Any) -> None:
+def test_the_part_holds_what_it_should(models):
     """Sinks, the best blocks of Quest's scores and the recent rows of every slot, each KV head its own, in order."""
     target, num_blocks = models("llama").target.runs, 3
     whole = KVCache.allocate(target, len(LENGTHS), LONGEST)
@@ -182,7 +156,7 @@ def test_the_part_holds_what_it_should(models: Any) -> None:
             assert torch.equal(values[layer, slot, head, : len(rows)], whole.stacks[0][1][layer, slot, head, rows])
 
 
-def best_blocks(keys: Tensor, queries: Tensor, recent: int, num_blocks: int) -> list[int]:
+def best_blocks(keys, queries, recent, num_blocks):
     """The first block, and of those before ``recent`` the best."""
     scores = {}
     for block in range(1, recent):
@@ -194,7 +168,7 @@ def best_blocks(keys: Tensor, queries: Tensor, recent: int, num_blocks: int) -> 
 
 
 @pytest.mark.parametrize("backend", ["transformers", "fused"])
-def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
+def test_queries_are_those_of_the_last_rows(models, backend):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     model, (prompt,) = models("llama", backend), prompts(100)

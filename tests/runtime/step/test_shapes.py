@@ -3,11 +3,9 @@
 import itertools
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = TreeConfig(3, 4, 24)
+TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
 INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 PROMPTS = random_prompts([5, 9, 3, 14])
 
@@ -32,19 +31,19 @@ def model_of_any_shape(tmp_path, monkeypatch, order, seen=None):
     monkeypatch.setattr(plan, "_choose_shapes", lambda *_: ((TREE, CHAIN, SHORT, None), "for a test"))
 
     class InTurn(ShapeChooser):
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *given):
             super().__init__(*given)
             self.turns = itertools.cycle(order)
 
-        def next(self, *_: Any) -> TreeConfig | None:
+        def next(self, *_):
             return next(self.turns)
 
-        def see(self, shape: TreeConfig | None, verdicts: Mapping[int, Sequence[int]]) -> None:
+        def see(self, shape, verdicts):
             super().see(shape, verdicts)
             if seen is not None:
                 seen.extend((shape is not None, len(ranks)) for ranks in verdicts.values())
 
-        def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
+        def is_unmeasured(self, shape, places):
             return False
 
     # In float64, so that no near-tie of a sampled token falls the other way.
@@ -54,7 +53,7 @@ def model_of_any_shape(tmp_path, monkeypatch, order, seen=None):
     return model.with_tree(None)
 
 
-ORDERS: dict[str, Sequence[TreeConfig | None]] = {
+ORDERS = {
     "each in turn": (TREE, None, CHAIN, SHORT),
     "back after three": (None, None, None, TREE),
     # More plain steps than there are places for their tokens.
@@ -65,10 +64,10 @@ SAMPLED = {"temperature": 0.8, "seed": 3}
 
 
 @cache
-def plain_text(is_sampled: bool) -> list[list[int]]:
+def plain_text(is_sampled):
     with tempfile.TemporaryDirectory() as folder:
         model = SpeculativeModel.from_pretrained(tiny_target("llama").double(), write_head(Path(folder)))
-    options: dict[str, Any] = SAMPLED if is_sampled else {}
+    options = SAMPLED if is_sampled else {}
     return model.generate(PROMPTS, max_new_tokens=90, ignore_eos=True, speculative=False, **options).token_ids
 
 
@@ -76,7 +75,7 @@ def plain_text(is_sampled: bool) -> list[list[int]]:
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 def test_a_call_may_change_its_tree_between_any_two_steps(tmp_path, monkeypatch, order, is_sampled):
     model = model_of_any_shape(tmp_path, monkeypatch, ORDERS[order])
-    options: dict[str, Any] = SAMPLED if is_sampled else {}
+    options = SAMPLED if is_sampled else {}
     # Each comes back to trees.
     num_new = 90 if len(ORDERS[order]) > 40 else 45
     found = model.generate(PROMPTS, max_new_tokens=num_new, ignore_eos=True, max_slots=3, **options)
@@ -86,13 +85,11 @@ def test_a_call_may_change_its_tree_between_any_two_steps(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
-) -> None:
-    told: list[object] = []
+def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(tmp_path, monkeypatch, is_compiled):
+    told = []
     run, rules_of = Decoder.timed_step, plan.CallRules.of
 
-    def timed_step(*given: Any) -> Any:
+    def timed_step(*given):
         told.append("step")
         return run(*given)
 
@@ -101,17 +98,16 @@ def test_a_prompts_token_does_not_wait_for_the_kernels_of_steps(
     # As on a GPU, where a step is launched before the tokens of the one before are read.
     monkeypatch.setattr(plan.CallRules, "of", lambda *given: replace(rules_of(*given), host_reason=None))
     model = model_of_any_shape(tmp_path, monkeypatch, [None])
-    model.generate(
-        PROMPTS[0], max_new_tokens=2, ignore_eos=True, stopping_criteria=[lambda *_: bool(told.append("token"))]
-    )
+    criteria = [lambda *_: bool(told.append("token"))]
+    model.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True, stopping_criteria=criteria)
     assert told[:2] == (["step", "token"] if is_compiled else ["token", "step"])
 
 
-def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_after_plain_steps_are_those_without_them(tmp_path, monkeypatch):
     """The drafter has the same pairs, so a tree is accepted as far as where every step drafts."""
     gained = []
     for order in ((TREE,), (*[None] * 25, TREE)):
-        found: list[tuple[bool, int]] = []
+        found = []
         model_of_any_shape(tmp_path, monkeypatch, order, found).generate(PROMPTS[1], max_new_tokens=70, ignore_eos=True)
         # By the place in the answer where a step began.
         starts = itertools.accumulate((1 + accepted for _, accepted in found), initial=0)
@@ -122,7 +118,7 @@ def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeyp
     assert {at: always[at] for at in shared} == {at: rarely[at] for at in shared}
 
 
-def test_waiting_pairs_of_slots_that_do_not_run_stay() -> None:
+def test_waiting_pairs_of_slots_that_do_not_run_stay():
     """Three slots with 3, 1 and 4 tokens that the drafter has not taken; the last does not run."""
     drafter = Drafter(random_head(target_vocab=90, draft_vocab=40), CHAIN).on_slots(3, 64)
     state = SlotState.allocate(3, 1, "cpu", 16, **{name: getattr(drafter.bufs, name) for name in INPUTS})
@@ -141,38 +137,31 @@ def test_waiting_pairs_of_slots_that_do_not_run_stay() -> None:
     assert written == [5, 6]
 
 
-def chooser(times: dict[TreeConfig | None, float], learned: Acceptance | None = None) -> ShapeChooser:
+def chooser(times, learned=None):
     costs = Costs(1_000_000, 10)
     for shape, ms in times.items():
         costs.add(shape, 1, 100, ms)
     return ShapeChooser(learned or Acceptance(), costs, tuple(times))
 
 
-TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "times", "wanted"),
-    [
+def test_the_best_is_taken():
+    for ranks, times, wanted in (
         # A larger tree accepts no more.
         ([0, 0, 0, 0, 0], TIMES, LONG),
         ([], TIMES, None),
         ([0], TIMES, CHAIN),
         # The same acceptance where a large tree costs more than it gives.
         ([0, 0, 0, 0, 0], TIMES | {LARGE: 40.0, LONG: 22.0}, SHORT),
-    ],
-    ids=["all accepted", "nothing accepted", "one level accepted", "many sequences"],
-)
-def test_the_best_is_taken(ranks: list[int], times: dict[TreeConfig | None, float], wanted: TreeConfig | None) -> None:
-    found = chooser(times)
-    for _ in range(400):
-        shape = found.next(1, 100, [0])
-        found.see(shape, {0: ranks[: 0 if shape is None else shape.depth + 1]})
-    last = [found.next(1, 100, [0]) for _ in range(20)]
-    assert max(last, key=last.count) == wanted
+    ):
+        found = chooser(times)
+        for _ in range(400):
+            shape = found.next(1, 100, [0])
+            found.see(shape, {0: ranks[: 0 if shape is None else shape.depth + 1]})
+        last = [found.next(1, 100, [0]) for _ in range(20)]
+        assert max(last, key=last.count) == wanted
 
 
-def test_a_shape_is_judged_by_the_best_children_of_its_own_steps() -> None:
+def test_a_shape_is_judged_by_the_best_children_of_its_own_steps():
     """So neither hard text nor a wrong first guess speaks against it."""
     learned = Acceptance()
     found = chooser(TIMES, learned)
@@ -186,32 +175,23 @@ def test_a_shape_is_judged_by_the_best_children_of_its_own_steps() -> None:
     assert 1 < learned.gain(SHORT).tries < 2
 
 
-def test_a_probe_lasts_as_long_as_a_choice() -> None:
+def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again():
     found = chooser(TIMES)
     for _ in range(300):
         found.see(found.next(1, 100, [0]), {0: []})
     drafted = [found.next(1, 100, [0]) is not None for _ in range(2000)]
+    assert 0 < sum(drafted[:300]) < 60
+    # A probe lasts as long as a choice.
     probes = [len([*steps]) for is_draft, steps in itertools.groupby(drafted[100:-100]) if is_draft]
     assert len(probes) > 2
     assert set(probes[1:-1]) == {3}
-
-
-def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again() -> None:
-    found = chooser(TIMES)
-    for _ in range(300):
-        found.see(found.next(1, 100, [0]), {0: []})
-    drafted = 0
-    for _ in range(300):
-        shape = found.next(1, 100, [0])
-        drafted += shape is not None
-    assert 0 < drafted < 60
     for _ in range(1500):
         shape = found.next(1, 100, [0])
         found.see(shape, {0: [0] * (0 if shape is None else shape.depth + 1)})
     assert found.next(1, 100, [0]) is not None
 
 
-def test_a_context_not_met_yet_takes_the_time_of_its_keys() -> None:
+def test_a_context_not_met_yet_takes_the_time_of_its_keys():
     costs = Costs(weight_bytes=1_000_000, token_bytes=100)
     costs.add(None, 2, 100, 5.0)
     costs.add(CHAIN, 2, 100, 6.0)
@@ -222,13 +202,13 @@ def test_a_context_not_met_yet_takes_the_time_of_its_keys() -> None:
     assert costs.get(CHAIN, 4, 100) is None
 
 
-def test_shapes_stay_within_the_tree_that_was_asked_for() -> None:
+def test_shapes_stay_within_the_tree_that_was_asked_for():
     assert shapes.shapes_up_to(LARGE) == (None, CHAIN, SHORT, LONG, LARGE)
     assert shapes.shapes_up_to(TreeConfig(3, 4, 52)) == (None, CHAIN, SHORT, TreeConfig(3, 4, 52))
     assert shapes.shapes_up_to(TreeConfig(5, 1, 7)) == (None, CHAIN, TreeConfig(5, 1, 7))
 
 
-def test_a_mixture_has_passes_of_few_rows_and_guesses_by_rows() -> None:
+def test_a_mixture_has_passes_of_few_rows_and_guesses_by_rows():
     pair, four = TreeConfig(0, 1, 2), TreeConfig(2, 1, 4)
     assert shapes.shapes_up_to(LARGE, shapes.OF_MIXTURES) == (None, pair, CHAIN, four, SHORT, LONG, LARGE)
     assert shapes.first_shape(1, shapes.OF_MIXTURES, is_mixture=True) == CHAIN
@@ -275,16 +255,15 @@ def test_no_step_passes_over_more_rows_than_pay() -> None:
     assert LARGE in {found.next(1, 100, [0]) for _ in range(40)}
 
 
-def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
+def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it():
     every = shapes.SHAPES
     assert shapes.shape_by_size(True, 1, 16_000, 500, every) == LARGE
     assert shapes.shape_by_size(True, 16, 16_000, 500, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 4_000, every) == CHAIN
     assert shapes.shape_by_size(True, 1, 16_000, 9_000, every) is None
 
-
-def test_a_cpu_passes_over_few_rows() -> None:
-    def fixed(batch: int, tree: TreeConfig) -> shapes.Shape:
+    # A CPU passes over few rows.
+    def fixed(batch, tree):
         return shapes.shape_by_size(False, batch, 16_000, 4_000, shapes.shapes_up_to(tree, shapes.ON_CPU))
 
     assert fixed(1, LARGE) == fixed(2, LARGE) == TreeConfig(1, 3, 4)

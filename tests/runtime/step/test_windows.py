@@ -1,37 +1,30 @@
 """Windows of drafts: the text of plain decoding, drafts as over all keys, less memory, and prompts taken up again."""
 
-from __future__ import annotations
-
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import PartialVerification
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 WINDOW = 8
-OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+OPTIONS = {"max_new_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> SpeculativeModel:
+def model(tmp_path):
     target = tiny_target("llama", max_position_embeddings=2048)
     head = write_head(tmp_path, max_position_embeddings=2048)
     return SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(3, 4, 16), draft_window=WINDOW)
 
 
-def over_all_keys(model: SpeculativeModel) -> SpeculativeModel:
+def over_all_keys(model):
     """A function drafts from a cache that holds every pair."""
     return model.with_drafter(draft_ref)
 
 
-def test_long_prompts_beside_short_ones(model: SpeculativeModel) -> None:
+def test_long_prompts_beside_short_ones(model):
     prompts = random_prompts([1150, 5, 640])
     output = model.generate(prompts, **OPTIONS)
     expected = over_all_keys(model).generate(prompts, **OPTIONS)
@@ -46,26 +39,23 @@ def test_long_prompts_beside_short_ones(model: SpeculativeModel) -> None:
     assert stats.cache_bytes == expected.stats.cache_bytes
 
 
-def test_the_first_tokens_of_a_text_are_seen_too(model: SpeculativeModel) -> None:
+def test_the_first_tokens_of_a_text_are_seen_too(model):
     """With windows of 256 tokens and more, and of a chat that goes on."""
     wide = model.with_draft_window(256)
     prompts = random_prompts([1400, 280])
     first = wide.generate(prompts, reuse_prefix=True, **OPTIONS)
     turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)]
-    output, expected = (
-        wide.generate(turns, reuse_prefix=True, **OPTIONS),
-        over_all_keys(wide).generate(turns, **OPTIONS),
-    )
+    output = wide.generate(turns, reuse_prefix=True, **OPTIONS)
+    expected = over_all_keys(wide).generate(turns, **OPTIONS)
     assert output.stats.num_reused_tokens > 1600
     assert output.token_ids == expected.token_ids
     assert output.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
-def test_partial_verification(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("run_ahead")
+def test_partial_verification(model):
     """Drafts that ran ahead and are taken back leave the window as it was."""
-    made = partial(PartialVerification, num_blocks=2, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", made)
-    prompts, options = random_prompts([1150, 640]), {**OPTIONS, "max_new_tokens": 30, "partial_verification": "exact"}
+    prompts, options = random_prompts([1150, 640]), {**OPTIONS, "max_new_tokens": 16, "partial_verification": "exact"}
     output, expected = model.generate(prompts, **options), over_all_keys(model).generate(prompts, **options)
     assert output.token_ids == expected.token_ids
     assert output.stats.num_partial_passes > 0
@@ -73,7 +63,7 @@ def test_partial_verification(model: SpeculativeModel, monkeypatch: pytest.Monke
         assert getattr(output.stats, name) == getattr(expected.stats, name)
 
 
-def test_what_lies_before_the_window_is_not_computed(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_before_the_window_is_not_computed(model, monkeypatch):
     from eagle_slim.runtime.drafter import drafter
 
     write_pairs, pairs = drafter.write_pairs, list[int]()
@@ -82,12 +72,12 @@ def test_what_lies_before_the_window_is_not_computed(model: SpeculativeModel, mo
     assert sum(pairs) == 1900 - 1024
 
 
-def test_a_chat_keeps_its_prefix(model: SpeculativeModel) -> None:
+def test_a_chat_keeps_its_prefix(model):
     """Where pairs of the window are held no more, its tokens are run again."""
     prompt, fresh = random_prompts([1500])[0], over_all_keys(model)
     whole = prompt + model.generate(prompt, reuse_prefix=True, **OPTIONS).token_ids[0]
 
-    def edited(at: int) -> list[int]:
+    def edited(at):
         return [*whole[:at], 9 if whole[at] != 9 else 8, *whole[at + 1 : at + 40]]
 
     turns = [([*whole, 5, 6, 7], None), (edited(1400), 1399), (edited(900), 899 - WINDOW), (edited(880), 879 - WINDOW)]
@@ -108,9 +98,7 @@ def test_a_chat_keeps_its_prefix(model: SpeculativeModel) -> None:
         ({"layer_types": ["sliding_attention"], "sliding_window": 3, "draft_window_size": 100}, 3),
     ],
 )
-def test_the_default_is_what_the_head_was_trained_on(
-    tmp_path: Path, config: dict[str, Any], window: int | None
-) -> None:
+def test_the_default_is_what_the_head_was_trained_on(tmp_path, config, window):
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
     assert model.draft_window == window
     assert ("by the head's config.json" in model.drafting) == (window is not None)
@@ -118,7 +106,7 @@ def test_the_default_is_what_the_head_was_trained_on(
 
 
 @pytest.mark.parametrize("window", [-1, True, 2.5, "8"])
-def test_no_window(model: SpeculativeModel, window: Any) -> None:
+def test_no_window(model, window):
     with raises(UsageError, option="draft_window"):
         model.with_draft_window(window)
     with raises(UsageError, option="draft_window"):

@@ -1,4 +1,4 @@
-"""Loading of mixtures a tensor at a time: a matrix an expert, or all of a layer in one; refused by name; in FP8."""
+"""Loading of mixtures a tensor at a time: a matrix an expert, or all of a layer in one; refused by name; FP8, MXFP4."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.errors import TargetError
+from eagle_slim.runtime.errors import TargetError, UnsupportedModelError
 from eagle_slim.runtime.opening import target_files
 from eagle_slim.runtime.target import fp8_loading, known
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.fp8_forms import FORMS, by_row
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 48, "decoder_sparse_step": 2, "intermediate_size": 192}
@@ -145,3 +146,85 @@ def test_a_published_form_has_the_tokens_of_its_dequantised_model(tmp_path: Path
     config = target_files.load_target_config(tmp_path / "target", None, True)
     found = read_form(config.quantization_config, "here")
     check_tokens(tmp_path, load_by_tensor(tmp_path / "target", config, found, torch.float32, CPU), expected)
+
+
+OSS_SIZES = {"hidden_size": 160, "intermediate_size": 64, "vocab_size": 24}
+OSS_LAYER = "model.layers.2.mlp.experts"
+
+
+def write_gpt_oss(folder: Path, change: Callable[[Tensors], Any] = lambda _: None, is_packed: bool = True) -> nn.Module:
+    """Write gpt-oss as published, in bf16 and without a dtype in config.json, and return its dequantised model."""
+    model: Any = tiny_target("gptoss", 3, **OSS_SIZES).bfloat16()
+    tensors = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    for path in [name for name in tensors if is_packed and name.endswith(("experts.gate_up_proj", "down_proj"))]:
+        count, columns, rows = tensors.pop(path).shape
+        blocks = torch.randint(256, (count, rows, columns // 32, 16)).to(torch.uint8)
+        scales = torch.randint(120, 123, blocks.shape[:-1]).to(torch.uint8)
+        tensors |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+        model.get_parameter(path).data = convert_moe_packed_tensors(blocks, scales)
+    change(tensors)
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    (folder / "config.json").write_text(json.dumps(config | (settings if is_packed else {})))
+    save_file(tensors, folder / "model.safetensors")
+    return model.float()  # type: ignore[no-any-return]
+
+
+def load_gpt_oss(folder: Path, dtype: torch.dtype | None = torch.float32, asked: str = "auto") -> Any:
+    config = target_files.load_target_config(folder, None, True)
+    form = target_files.choose_form(folder, config, asked, dtype, torch.device("meta"), None, True)
+    return load_by_tensor(folder, config, form, dtype, CPU)
+
+
+def test_mxfp4_has_the_tokens_of_its_dequantised_model(tmp_path: Path) -> None:
+    expected = write_gpt_oss(tmp_path / "target")
+    loaded = load_gpt_oss(tmp_path / "target")
+    check_tokens(tmp_path, loaded, expected)
+    model = SpeculativeModel.from_pretrained(loaded, tmp_path / "head")
+    assert "experts in MXFP4 as published, all else in float32" in model.target.backend.reason
+    half = 6 * 160 * 64 * 3 // 2  # bytes of a layer's numbers, beside a byte for 32 of them
+    read = sum(weight.nbytes for weight in (*loaded.model.layers.parameters(), loaded.lm_head.weight))
+    scales = 4 * (-(-160 // 128) * 6 * 128 + 6 * 160)
+    assert model.target.weight_bytes == read + 4 * ((half + scales) - (half + scales) * 4 // 6)
+
+
+def test_gpt_oss_in_bf16_is_read_as_it_is(tmp_path: Path) -> None:
+    expected = write_gpt_oss(tmp_path / "target", is_packed=False)
+    loaded = load_gpt_oss(tmp_path / "target", None)
+    assert loaded.dtype == loaded.config.dtype == torch.bfloat16
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].float(), tensor), name
+    assert known.unfit_reason(loaded) is None
+
+
+OSS_DAMAGE: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop(f"{OSS_LAYER}.down_proj_blocks"), rf"{OSS_LAYER}\.down_proj_blocks is missing \(1 of "),
+    "an expert missing": (
+        lambda t: t.update({f"{OSS_LAYER}.gate_up_proj_blocks": torch.zeros(5, 128, 5, 16, dtype=torch.uint8)}),
+        rf"{OSS_LAYER}\.gate_up_proj_blocks is U8 \[5, 128, 5, 16\], expected U8 \[6, 128, 5, 16\]",
+    ),
+    "in both forms": (
+        lambda t: t.update({f"{OSS_LAYER}.down_proj": torch.ones(6, 64, 160)}),
+        r"down_proj is not a tensor",
+    ),
+    "too large": (
+        lambda t: t[f"{OSS_LAYER}.down_proj_scales"][3, 1, 1].fill_(129),
+        r"down_proj_scales holds a scale above",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", OSS_DAMAGE)
+def test_damaged_mxfp4_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    change, named = OSS_DAMAGE[damage]
+    write_gpt_oss(tmp_path, change)
+    with pytest.raises(TargetError, match=named):
+        load_gpt_oss(tmp_path)
+
+
+def test_gpt_oss_is_not_quantised_again(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM has no forward for weights in FP8"):
+        load_gpt_oss(tmp_path, asked="fp8")

@@ -30,6 +30,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe, every second layer": ("qwen3moe", {"decoder_sparse_step": 2, "num_experts_per_tok": 3}),
     "qwen3moe, but one layer": ("qwen3moe", {"mlp_only_layers": [2], "attention_bias": True}),
     "qwen3moe, windows": ("qwen3moe", {"use_sliding_window": True, "sliding_window": WINDOW}),
+    "gptoss": ("gptoss", {}),
+    "gptoss, others": (
+        "gptoss",
+        {"layer_types": ["full_attention"] * 4, "num_experts_per_tok": 3, "swiglu_alpha": 1.0},
+    ),
+    "gptoss, no biases": ("gptoss", {"attention_bias": False, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
 }
 
 

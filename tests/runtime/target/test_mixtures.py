@@ -26,9 +26,9 @@ def _fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "FUSED_ON", ("cpu",))
 
 
-@pytest.fixture
-def own() -> Any:
-    return tiny_target("qwen3moe", 3)
+@pytest.fixture(params=["qwen3moe", "gptoss"])
+def own(request: pytest.FixtureRequest) -> Any:
+    return tiny_target(request.param, 3)
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ class LoraExperts(nn.Module):
 
 def test_a_mixture_is_fused_and_reuses_prefixes(own: Any, model: SpeculativeModel) -> None:
     assert model.target.backend.name == "fused"
-    experts = 6 * 3 * 24 * 32 * 4  # bytes of a layer's, of which a token reads two of six
+    width = own.model.layers[0].mlp.experts.down_proj.numel() // (6 * 32)
+    experts = 6 * 3 * width * 32 * 4  # bytes of a layer's, of which a token reads two of six
     whole = sum(weight.nbytes for weight in (*own.model.layers.parameters(), own.lm_head.weight))
     assert model.target.weight_bytes == whole - 4 * experts * 4 // 6
     for speculative in (True, False):
@@ -78,10 +79,12 @@ def test_sampled_answers_are_those_of_plain_decoding(model: SpeculativeModel) ->
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+@pytest.mark.parametrize("name", ["router", "experts.gate_up_proj", "experts.down_proj"])
 def test_weights_written_between_calls_are_followed(name: str, own: Any, model: SpeculativeModel) -> None:
     before = answer(model, reuse_prefix=True)
-    weight = own.get_parameter(f"model.layers.1.{name}")
+    mlp = own.model.layers[1].mlp
+    router: Any = mlp.router if hasattr(mlp, "router") else mlp.gate
+    weight = router.weight if name == "router" else mlp.get_parameter(name)
     with torch.no_grad():
         weight.copy_(weight.roll(1, 0) * -2)
     output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
@@ -101,13 +104,24 @@ def test_an_adapter_on_experts_is_noticed(own: Any, model: SpeculativeModel) -> 
     assert model.target.backend.name == "fused"
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_k", 1), ("norm_topk_prob", True)])
-def test_a_router_that_differs_from_its_configuration_is_not_fused(
-    name: str, value: Any, own: Any, model: SpeculativeModel
+@pytest.mark.parametrize(
+    ("own", "path", "value"),
+    [
+        ("qwen3moe", "gate.top_k", 1),
+        ("qwen3moe", "gate.norm_topk_prob", True),
+        ("gptoss", "router.top_k", 1),
+        ("gptoss", "experts.limit", 0.2),
+        ("gptoss", "experts.alpha", 3.0),
+    ],
+    indirect=["own"],
+)
+def test_a_module_that_differs_from_its_configuration_is_not_fused(
+    path: str, value: Any, own: Any, model: SpeculativeModel
 ) -> None:
-    setattr(own.model.layers[2].mlp.gate, name, value)
+    module, _, name = path.partition(".")
+    setattr(own.model.layers[2].mlp.get_submodule(module), name, value)
     assert answer(model) == own_answer(own)
-    assert f"model.layers.2.mlp.gate.{name}" in str(model.target.backend)
+    assert f"model.layers.2.mlp.{path}" in str(model.target.backend)
 
 
 def test_experts_run_by_a_function_of_someone_else_are_not_fused(
