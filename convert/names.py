@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from eagle_slim.vocab_tools.errors import page
+
 from .errors import CheckpointError, UnsupportedHeadError
 
 HeadKind = Literal["eagle3", "eagle", "dflash"]
@@ -172,7 +174,9 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
         prefix = next((old for old in _EAGLE3_PREFIXES if kind == "eagle3" and short.startswith(old)), "")
         canonical = _EAGLE3_PREFIXES.get(prefix, "") + short.removeprefix(prefix)
         if _KNOWN[kind].fullmatch(canonical) is None:
-            advice = "Nothing is guessed: if it is one of the tensors in convert/FORMAT.md, rename it in a copy."
+            advice = (
+                f"Nothing is guessed: if it is one of the tensors in {page('convert/FORMAT.md')}, rename it in a copy."
+            )
             raise UnsupportedHeadError.at(where, f"tensor {name} has no place in {_CALLED[kind]}.\n{advice}")
         if canonical in stored:
             problem = f"tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them."

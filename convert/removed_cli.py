@@ -13,8 +13,8 @@ def push() -> NoReturn:
 
 def servers() -> NoReturn:
     """Refuse eagle-servers."""
-    ways = "examples/same_text.py compares two servers' answers, docs/serving.md names the engines' own benchmarks"
-    _refuse(f"eagle-servers was removed: {ways}.")
+    ways = "`vllm bench serve` and `python -m sglang.bench_serving` time servers"
+    _refuse(f"eagle-servers was removed: {ways}, examples/same_text.py of the repository compares their answers.")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -74,7 +74,7 @@ def main() -> int:
     if length < 1.1:
         print(
             "Almost nothing is accepted. vLLM serves a head with a wrong map without an error: run eagle-verify on the "
-            "head, with --target, and see docs/engines.md.",
+            "head, with --target, and see docs/acceptance.md.",
             file=sys.stderr,
         )
         return 1

@@ -4,9 +4,10 @@ from collections.abc import Collection
 
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
+from eagle_slim.vocab_tools.errors import page
 
 _LONGEST = 100
-OTHER_NAMES = "docs/upstream.md, Names used elsewhere, says what other drafters' names are called here."
+OTHER_NAMES = f"{page('docs/upstream.md')}, Names used elsewhere, says what other drafters' names are called here."
 
 
 class TargetError(EagleSlimError):

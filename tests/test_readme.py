@@ -1,4 +1,4 @@
-"""What README.md prints, run as printed and in order; its length; of all pages links and names; help of all options."""
+"""What README.md prints, run as printed and in order; of all pages links and names; help of all options."""
 
 import ast
 import builtins
@@ -22,9 +22,9 @@ BLOCK = re.compile(r"^(<!-- not run by the tests: [^\n]*-->\n)?```(\w+)\n(.*?)^`
 
 
 def blocks() -> list[tuple[str, str]]:
-    """(language, text) of every block but those that say they are not run, and the make targets."""
-    found = [(match[2], match[3]) for match in BLOCK.finditer((ROOT / "README.md").read_text("utf-8")) if not match[1]]
-    return [(language, text) for language, text in found if not text.startswith("make ")]
+    """(language, text) of every block but those that install packages, or take a head and a target of the reader's."""
+    found = [(match[2], match[3]) for match in BLOCK.finditer((ROOT / "README.md").read_text("utf-8"))]
+    return [(language, text) for language, text in found if not text.startswith(("pip ", "eagle-convert HEAD "))]
 
 
 @pytest.mark.slow
@@ -38,18 +38,20 @@ def test_readme(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         printed.append(done)
     shell, python = printed
-    page = (ROOT / "README.md").read_text("utf-8")
-    told = re.search(r"^```\n(  rows of the LM head.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert told is not None
-    for line in told[1].splitlines():
-        assert line in shell.stdout + shell.stderr
-    # Sampled in bfloat16: the page's figures are those of one processor.
-    assert float(python.stdout.splitlines()[-1].split()[0]) > 1.3
+    told = [line[2:] for line in dict(blocks())["bash"].splitlines() if line.startswith("# ")]
+    assert len(told) == 4
+    length = re.compile(r"([\d.]+) tokens per target pass")
+    for line in told:
+        if stated := length.match(line):
+            # By the last bits of one processor.
+            found = length.search(shell.stderr)
+            assert found is not None
+            assert float(found[1]) == pytest.approx(float(stated[1]), abs=0.2)
+        else:
+            assert line in shell.stdout + shell.stderr
+    # Sampled, in bfloat16.
+    assert float(python.stdout.splitlines()[-1].split()[-1]) > 1.2
     assert [path.name for path in tmp_path.iterdir()] == ["slim"]
-
-
-def test_readme_is_read_in_two_minutes() -> None:
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
 
 
 def test_contributing_is_short_and_its_glossary_too() -> None:

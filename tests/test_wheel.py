@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import venv
@@ -13,8 +15,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("convert", "runtime", "vocab_tools")
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "triton", "tokenizers", "pyarrow"}
-# Of the three folders, what is for readers of the repository only.
-LEFT_OUT = ("convert/FORMAT.md",)
 
 
 def files_of(folder: Path) -> set[str]:
@@ -41,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in (*PACKAGES, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in (*PACKAGES, "docs", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True)
@@ -58,8 +58,44 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_file_of_the_packages_is_in_the_wheel(installed: Path) -> None:
-    wanted = {name for name in files_of(ROOT) if not name.startswith(LEFT_OUT)}
-    assert sorted(wanted ^ files_of(installed)) == []
+    assert sorted(files_of(ROOT) ^ files_of(installed)) == []
+
+
+def test_the_pages_that_messages_name_are_in_the_wheel(installed: Path) -> None:
+    sources = [path.read_text("utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"\bpage\(.([\w/]+\.md)", text)}
+    assert len(named) > 1
+    paths = "import sys; from eagle_slim.vocab_tools.errors import page; print(*map(page, sys.argv[1:]), sep='\\n')"
+    told = [Path(line) for line in python(installed, "-c", paths, *sorted(named)).splitlines()]
+    assert told == [installed / name for name in sorted(named)]
+    for path in (*told, *(installed / page.relative_to(ROOT) for page in (ROOT / "docs").glob("*.md"))):
+        assert path.read_text("utf-8") == (ROOT / path.relative_to(installed)).read_text("utf-8")
+
+
+def test_the_description_has_no_link_that_leads_nowhere(installed: Path) -> None:
+    (metadata,) = installed.parent.glob("eagle_slim-*.dist-info/METADATA")
+    text = metadata.read_text("utf-8").partition("\n\n")[2]
+    assert text.startswith("# eagle-slim\n")
+    assert "## Limits" in text
+    assert "![" not in text
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text))
+
+
+@pytest.mark.slow
+def test_what_readme_has_to_try_runs_there(installed: Path) -> None:
+    section = (ROOT / "README.md").read_text("utf-8").split("## Try it")[1].split("\n## ")[0]
+    commands = [shlex.split(line, comments=True) for line in section.splitlines() if line.startswith("eagle-")]
+    assert [command[0] for command in commands] == ["eagle-convert", "eagle-verify", "eagle-generate"]
+    for command in commands:
+        python(installed, "-c", RUN, *command)
+
+
+RUN = """
+import sys
+from importlib.metadata import distribution
+sys.argv = sys.argv[1:]
+distribution("eagle-slim").entry_points.select(group="console_scripts")[sys.argv[0]].load()()
+"""
 
 
 IMPORT_ALL = """

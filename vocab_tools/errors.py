@@ -14,6 +14,11 @@ INTERRUPTED = 130
 """Exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended."""
 
 
+def page(name: str) -> Path:
+    """Return the path of a page such as ``docs/upstream.md``, which a clone and a wheel hold beside the packages."""
+    return Path(__file__).resolve().parents[1] / name
+
+
 class EagleSlimError(Exception):
     """Base of all errors raised on purpose; the message is complete and meant for the user."""
 

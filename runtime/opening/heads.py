@@ -45,7 +45,7 @@ class OpenedHead:
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
-            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving.md."
+            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it with vLLM: method dflash."
             raise UnsupportedHeadError.at(self.head.location, problem)
 
     @cached_property

@@ -80,7 +80,7 @@ def open_target(
     if transformers.__version__.startswith("4."):
         raise UsageError(
             f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one "
-            "serves patches of SafeAILab's EaModel alone: docs/upstream.md."
+            "serves patches of SafeAILab's EaModel alone (patch_eagle_model)."
         )
     if not isinstance(offline, bool):
         raise misfit("offline", "True or False", offline)

@@ -35,7 +35,7 @@ def check_ea_model(model: Any) -> None:
     if missing:
         raise UnsupportedModelError(
             f"{type(layer).__name__} has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) "
-            "have. docs/upstream.md names the versions that are known to work."
+            "have. Known to work: SafeAILab/EAGLE of commit cb7e084 with transformers 4.53."
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:

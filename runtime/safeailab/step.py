@@ -232,6 +232,7 @@ def _check_loop(model_class: type, name: str) -> None:
     missing = [called for called in _REPLACED if code is None or called not in code.co_names]
     if missing:
         raise UnsupportedModelError(
-            f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. docs/upstream.md names "
-            "versions that are known to work; patch_ea_model_with_triton_drafter replaces the drafter alone."
+            f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. Known to work: "
+            "SafeAILab/EAGLE of commit cb7e084 with transformers 4.53. patch_ea_model_with_triton_drafter replaces the "
+            "drafter alone."
         )

@@ -4,7 +4,7 @@ The weights stay the model's: q, k, v and gate, up are packed side by side and t
 the packed storage, so that nothing is held twice and the model's own ``generate`` works as before. A layer is six
 kernels, which overlap (`kernels.products`, `kernels.attention`), one with experts seven (`kernels.experts`); nothing in
 it waits for the host, and lengths, slots and positions are read on the device. On a GPU a row's logits, keys and values
-depend on its own tokens and positions alone, to the last bit (docs/generation.md, *Why rows agree*).
+depend on its own tokens and positions alone, to the last bit (docs/text.md, *Why rows agree*).
 
 `known.unfit_reason` says why a model cannot be fused.
 """

@@ -1,4 +1,4 @@
-"""`convert/engines.py`: which heads an engine cannot take, and what is said instead; the table of docs/engines.md.
+"""`convert/engines.py`: which heads an engine cannot take, and what is said instead; the table of docs/heads.md.
 
 Only the kinds of heads are stated here; what an engine makes of each comes from its rules in `convert/engines.py`.
 """
@@ -14,7 +14,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 from support.raising import raises
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "heads.md"
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
 EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)

@@ -142,6 +142,6 @@ def test_speculators_leaves_out_the_defaults_of_qwen3(tmp_path):
 
 def test_our_runtime_refuses_to_draft_before_it_loads_anything(tmp_path):
     folder = write_dflash(tmp_path / "draft")
-    with raises_with(UnsupportedHeadError, "DFlash draft", "docs/serving.md"):
+    with raises_with(UnsupportedHeadError, "DFlash draft", "method dflash"):
         # A target that is not there: nothing of it is looked at.
         SpeculativeModel.from_pretrained(head=folder, target=tmp_path / "none")

@@ -194,14 +194,13 @@ def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> Non
 
 
 @pytest.mark.slow
-def test_the_pages_draft_from_random_weights() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
-    block = page.split("## One draft from random weights")[1].split("```python\n")[1].split("```")[0]
+def test_the_example_drafts_from_random_weights() -> None:
+    block = (Path(__file__).parents[3] / "examples" / "draft_without_a_model.py").read_text("utf-8")
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     # In float32 kernel and reference decide alike.
-    assert "bfloat16" in block
-    exec(compile(block.replace("bfloat16", "float32"), "docs/upstream.md", "exec"), names)
+    assert "torch.bfloat16" in block
+    exec(compile(block.replace("torch.bfloat16", "torch.float32"), "draft_without_a_model.py", "exec"), names)
     config, bufs = names["config"], names["bufs"]
     runtime.check_finished(bufs)
     drafted = [getattr(bufs, name).clone() for name in ("draft_tokens", "parents", "retrieve_indices", "tree_mask")]
