@@ -62,6 +62,6 @@ features_concat = random(1, 2, 3 * hidden) * hidden**0.5  # [slots, new tokens, 
 draft_tokens, retrieve_indices, tree_mask, tree_position_ids = launch_drafter(config, features_concat, weights, bufs)
 # One slot's tree in the shapes of upstream's topK_genrate; sampling=True: in its order for sampling.
 tokens, paths, mask, positions = bufs.drafted.to_upstream(slot=0)
-# Features by name, or tap by tap as X_low, X_mid and X_high; by a backend's name, as registered above:
+# Features by name, or tap by tap as X_low, X_mid and X_high; by the name of a registered backend:
 launch_drafter(config, {"X_concat": features_concat}, weights, bufs)
 frontier_generate(config, features_concat=features_concat, weights=weights, bufs=bufs, backend="triton")

@@ -87,9 +87,12 @@ def settle_taps(
         if given is not None:
             problem = "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out."
             raise MismatchError.at(where, problem)
-        # ModelOpt exports an fc that such a head was trained without; vLLM leaves it unread.
+        # ModelOpt exports an fc of all taps that such a head was trained without; vLLM leaves it unread.
         if target_hidden != hidden:
             check_shapes(tensors, {names.FC: fc_shape(config, 1)}, where)
+        elif names.FC in tensors:
+            count = max(1, tensors.shape(names.FC)[-1] // target_hidden)
+            check_shapes(tensors, {names.FC: fc_shape(config, count)}, where)
         return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")

@@ -40,6 +40,8 @@ QUANT_NAME = "hf_quant_config.json"
 _Vector = NDArray[np.int64] | None
 _INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8}
 
+_UNSET_MAP = "a trainer whose map was never set leaves zeros too, and there is no t2d that shows which it is"
+
 
 def open_head(
     source: str | Path | ResolvedSource | None = None,
@@ -145,13 +147,13 @@ def head_from_checkpoint(
     if table.kind == "eagle3":
         warnings += check_eagle3(tensors, flat, location)
         if d2t_form == "auto" and ids is not None and t2d is None and (ids == np.arange(len(ids))).all():
-            doubt = "a trainer whose map was never set leaves zeros too, and there is no t2d that shows which it is"
-            warnings.append(f"d2t is all zero, so the rows are those of the first {len(ids)} ids; {doubt}")
+            warnings.append(f"d2t is all zero, so the rows are those of the first {len(ids)} ids; {_UNSET_MAP}")
         if names.FC_BIAS in tensors:
             table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
         taps = settle_taps(tensors, flat, location, tap_layers)
         if taps == () and names.FC in tensors and tensors.shape(names.FC) != fc_shape(flat, 1):
-            table.dropped[table.stored[names.FC]] = "engines give the head the target's last hidden state as it is"
+            reason = table.dropped[table.stored[names.FC]] = "the head reads the target's last hidden state as it is"
+            warnings.append(f"fc.weight {list(tensors.shape(names.FC))} is left out: by config.json {reason}")
         if tap_layers is not None and taps:
             flat = with_tap_layers(flat, taps)
     kept = {name: at for name, at in table.stored.items() if name not in names.MAPS and at not in table.dropped}

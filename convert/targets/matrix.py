@@ -111,13 +111,15 @@ def tied_warnings(lm_head: LmHead, target: ResolvedSource) -> list[str]:
         return []
     try:
         other = open_local_lm_head(target.folder, target.label, tied=False)
-        if other.info.shape == lm_head.info.shape:
+        is_alike = other.info.shape == lm_head.info.shape
+        if is_alike:
             stored = SourceRows(other.checkpoint, other.name, lm_head.info.dtype, target.label)
             if not len(stored.differing(lm_head.checkpoint.array(lm_head.name))):
                 return []
-    except CheckpointError:
+    except (CheckpointError, MismatchError):
         return []
-    what = f"{target.label} holds {other.name} beside {lm_head.name}, to which config.json ties it, and they differ"
+    found = "they differ" if is_alike else f"its shape is {list(other.info.shape)}, not {list(lm_head.info.shape)}"
+    what = f"{target.label} holds {other.name} beside {lm_head.name}, to which config.json ties it, and {found}"
     return [
         f"{what}: rows are the embedding's, as in vLLM and SGLang; transformers 5, and eagle-generate, take the other"
     ]

@@ -88,8 +88,12 @@ def choose_form(
         with _naming(target):
             file = cached_file(target, name, **where) if has_file(str(target), name, **where) else None
         settings = None if file is None else read_object(Path(file), TargetError)
-    if config.model_type == "gpt_oss" and (settings or {}).get("quant_method") == "mxfp4":
-        settings = None  # names of tensors say what is packed
+    if config.model_type == "gpt_oss":
+        if asked == "fp8":
+            raise TargetError(f"Target {target}: gpt-oss has no forward for weights in FP8. Leave target_weights out.")
+        if (settings or {}).get("quant_method") == "mxfp4":
+            # Names of tensors say what is packed, and transformers, which loads adapters, reads the settings.
+            return None
     form = read_form(settings, str(target))
     vars(config).pop("quantization_config", None)
     if form is not None and (reason := _unfit_for_fp8(device, dtype)) is not None:

@@ -8,6 +8,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -17,6 +18,7 @@ import orjson
 import torch
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
+from ..errors import brief
 from .engine import ServeEngine
 from .metrics import Metrics
 from .protocol import RefusedError, ServedCall, read_call, refusal_of
@@ -55,6 +57,8 @@ class Service:
 
         self._load, self.names, self._keys, self._origins, self._grace_s = load, names, api_keys, origins, grace_s
         self._registry = CollectorRegistry()
+        # One: tokenizers of many long prompts at a time would keep the model's thread waiting.
+        self._reader = ThreadPoolExecutor(1, "reader")
         self.engine = ServeEngine(self._load_named, ready, ended, slots, max_waiting)
 
     def _load_named(self) -> SpeculativeModel:
@@ -105,6 +109,7 @@ class Service:
         self.engine.start(asyncio.get_running_loop())
         yield
         await asyncio.to_thread(self.engine.close, self._grace_s)
+        self._reader.shutdown(wait=False)
 
     def _open_model(self) -> SpeculativeModel:
         if self.engine.model is None:
@@ -141,7 +146,8 @@ class Service:
                 raise RefusedError(f"The body is longer than {_MAX_BODY_BYTES} bytes.", 413)
         most = self.engine.num_slots + self.engine.max_waiting
         read = partial(read_call, kind, bytes(body), model, self.names, most)
-        call = read() if len(body) < _LONG_BODY_BYTES else await asyncio.to_thread(read)
+        is_long = len(body) >= _LONG_BODY_BYTES
+        call = await asyncio.get_running_loop().run_in_executor(self._reader, read) if is_long else read()
         call.began = began
         call.shared |= self._shared
         for answer in call.answers:
@@ -196,6 +202,7 @@ def _response(
 async def _refuse(request: Any, error: Exception) -> Any:
     """Return the response to a call that is refused or has failed."""
     refusal = refusal_of(error)
-    if refusal.status < 500:
-        _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {refusal.param or ''}")
+    # The field is a client's text.
+    field = "" if refusal.param is None else brief(refusal.param)
+    _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {field}")
     return _response(refusal.body(), refusal.status, refusal.headers)

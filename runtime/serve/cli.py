@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 from typing import Any, NoReturn
 
 import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, note, run_cli, version_option
-from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from ..options_cli import draft_options, load_model, model_options, show_warnings_as_lines
 
@@ -41,7 +42,12 @@ Examples:
 )
 @click.option("--allowed-origin", "origins", multiple=True, help="Web page that may call from a browser; repeat.")
 @click.option(
-    "--grace", "grace_s", type=click.FloatRange(0), default=30, show_default=True, help="Seconds left on SIGTERM."
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(0),
+    default=30,
+    show_default=True,
+    help="Seconds for answers after SIGTERM.",
 )
 @version_option
 def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
@@ -76,7 +82,12 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     config = uvicorn.Config(
         app, host, port, log_level="warning", access_log=False, proxy_headers=False, timeout_graceful_shutdown=grace_s
     )
-    bound, server = config.bind_socket(), uvicorn.Server(config)
+    server = uvicorn.Server(config)
+    try:
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        way = "Name another address (--host), or another port: --port 0 takes a free one"
+        raise EagleSlimError(f"{host}, port {port}: {error.strerror or error}. {way}.") from error
     sys.setswitchinterval(_SWITCH_S)
     # Raised once more when the server has ended by it.
     signal.signal(signal.SIGTERM, lambda *_: None)

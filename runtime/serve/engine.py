@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("eagle_slim.serve")
 _LINGER_S = 0.05
 """Seconds in which the next call finds the generation loop as the last one left it."""
+_WHOLE_PAUSE_S = 0.05
+"""Seconds between two deliveries of an answer that is sent whole: metrics and its first token's time need some."""
 _PAUSE_S = 4e-4
 """Seconds between two deliveries of a stream, for each stream that runs: threads share an interpreter, and a delivery
 takes a part of this. First tokens and ends do not wait."""
@@ -125,7 +127,7 @@ class ServeEngine(Source):
             elif not tokens or (answer.num_told and now < answer.due):
                 continue
             answer.num_told += len(tokens)
-            answer.due = now + (pause_s if answer.call.is_streamed else _LINGER_S)
+            answer.due = now + (pause_s if answer.call.is_streamed else _WHOLE_PAUSE_S)
             news.append((answer, tokens, reason))
         if news:
             self._events.call_soon_threadsafe(self._tell, news)
@@ -145,13 +147,13 @@ class ServeEngine(Source):
                 call.first_token_s = since
             if reason is not None:
                 self._seconds += 0.1 * (since - self._seconds)
-            if reason == "fault":
-                self.cancel(call)
             is_done = reason is not None and call.is_done
             if is_done:
                 _LOG.info("%s", call)
             if call.is_streamed or is_done:
                 call.changed.set()
+            if reason == "fault":
+                self.cancel(call)
 
     def _run(self) -> None:
         try:

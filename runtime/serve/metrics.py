@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .protocol import ServedAnswer
 
-_GAUGES = ("num_requests_running", "num_requests_waiting")
-_OF_DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
-_COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", *_OF_DRAFTS)
-_HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
-"""The second: of an answer's next token, in the mean of a delivery."""
+_GAUGES = {"num_requests_running": "Answers that are running.", "num_requests_waiting": "Answers that are waiting."}
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "New tokens.",
+    "prefix_cache_queries": "Tokens of prompts, as asked of earlier sequences.",
+    "prefix_cache_hits": "Tokens of prompts that were reused of earlier sequences.",
+    "spec_decode_num_drafts": "Passes over an answer's drafted tokens.",
+    "spec_decode_num_draft_tokens": "Drafted tokens.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that became text.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "Seconds from a call to an answer's first token.",
+    "inter_token_latency_seconds": "Seconds to an answer's next token, in the mean of a delivery.",
+    "e2e_request_latency_seconds": "Seconds of an answer.",
+}
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
@@ -21,15 +31,15 @@ class Metrics:
     def __init__(self, registry: Any, name: str, *gauges: Callable[[], int]) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        def build(kind: Any, keys: Sequence[str], **more: Any) -> dict[str, Any]:
-            more |= {"documentation": "As in vLLM.", "labelnames": ("model_name",), "registry": registry}
-            return {key: kind(f"vllm:{key}", **more).labels(name) for key in keys}
+        def build(kind: Any, texts: Mapping[str, str], **more: Any) -> dict[str, Any]:
+            more |= {"labelnames": ("model_name",), "registry": registry}
+            return {key: kind(f"vllm:{key}", text, **more).labels(name) for key, text in texts.items()}
 
         self._counters, self._seconds = build(Counter, _COUNTERS), build(Histogram, _HISTOGRAMS, buckets=_SECONDS)
         for gauge, number in zip(build(Gauge, _GAUGES).values(), gauges, strict=True):
             gauge.set_function(number)
         labels = ("model_name", "finished_reason")
-        ended = Counter("vllm:request_success", "As in vLLM.", labels, registry=registry)
+        ended = Counter("vllm:request_success", "Answers by what ended them.", labels, registry=registry)
         self._count_end: Callable[[str], None] = lambda reason: ended.labels(name, reason).inc()
 
     def see(self, answer: ServedAnswer, num_new: int, reason: str | None, now: float) -> None:

@@ -68,7 +68,7 @@ def refusal_of(error: BaseException) -> RefusedError:
     """Return what a client is told of an error."""
     if isinstance(error, RefusedError):
         return error
-    text = str(error)
+    text = str(getattr(error, "detail", error))
     if isinstance(error, (UsageError, PromptError)):
         field = text.partition(" ")[0]
         code = "context_length_exceeded" if isinstance(error, PromptError) and "context" in text else None
@@ -187,6 +187,8 @@ class ServedCall:
     def whole(self) -> bytes:
         """Write the whole answer; all must have ended."""
         choices = [self._choice(index, each, each.token_ids, "message") for index, each in enumerate(self.answers)]
+        for choice in choices if self.kind == "chat" else ():
+            choice["message"]["refusal"] = None
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         return orjson.dumps({"object": kind, **self.shared, **self._prompt, "choices": choices, "usage": self.usage()})
 
@@ -231,9 +233,11 @@ def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[s
     options["max_new_tokens"] = model.max_model_len if length is None else read_count("max_tokens", length, 1)
     count = read_count("n", fields.get("n", 1), 1)
     given = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
-    if not isinstance(given, (str, list)) or given == []:
+    prompts: Any = given
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
+        prompts = [given]
+    elif not isinstance(given, list) or not given or not all(isinstance(each, (str, list)) for each in given):
         raise misfit("prompt", "a text, a list of token ids, or a list of either", given)
-    prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(prompts) * count > most:
         raise misfit("n", f"such that a call has at most {most} answers", count)
     name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"

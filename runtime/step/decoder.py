@@ -40,7 +40,7 @@ from .shapes import shapes_for
 from .slots import Slots
 
 _TIMED = 2
-"""Replays of a step whose time is taken; a shape that does not pay costs no more."""
+"""Replays of a step whose time is taken: few, as each of a shape that does not pay is time lost."""
 
 
 class Decoder:

@@ -98,7 +98,7 @@ class Decoders:
         """Of the head, learned by steps that choose their shape; so are ``costs``, times of this device."""
         self.costs = Costs(target.weight_bytes, token_bytes, target.runs.is_mixture)
         self.num_steps = Counter[int]()
-        """Steps with as many sequences as a bucket holds, and more than the bucket before."""
+        """Steps by the bucket that their sequences need."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""

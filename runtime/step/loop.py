@@ -271,8 +271,8 @@ class GenerationLoop:
         for bucket in BUCKETS:
             if len(self.running) <= bucket < self.num_slots:
                 is_usual = self.decoders.num_steps[bucket] >= MIN_STEPS
-                is_ready = self.decoder.is_compiled if is_usual else self.decoder.is_ready
-                if is_ready(bucket, self.rules, None):
+                is_wanted = is_usual or self.decoder.is_ready(bucket, self.rules, None)
+                if is_wanted and self.decoder.is_compiled(bucket, self.rules, None):
                     return bucket
         return self.num_slots
 

@@ -29,7 +29,7 @@ from .expert_loading import WHOLE, Fp8Experts, Mxfp4Experts, expert_parts
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
 from .known import FAMILIES, family_of
-from .mxfp4 import LARGEST_SCALE, SCALED, Mxfp4Weight
+from .mxfp4 import DEQUANTISED, LARGEST_SCALE, SCALED, Mxfp4Weight
 
 _PACKED: tuple[tuple[str, ...], ...] = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -81,8 +81,11 @@ def load_by_tensor(
     `UnsupportedModelError` for another family, `TargetError` for tensors that cannot be, `CheckpointError` for damaged
     files.
     """
+    own = copy.deepcopy(config)
+    # It is read, and the model that comes is not transformers' quantised one.
+    vars(own).pop("quantization_config", None)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(own, dtype=dtype)
     known = [family for family in FAMILIES if family != "GptOss"] if form is not None else FAMILIES
     if family_of(model) not in known:
         raise UnsupportedModelError(
@@ -298,7 +301,8 @@ class _Loader:
         if name in self.packed:
             packed, is_scales = self.packed[name][0], name.endswith("_scales")
             if is_scales and (tensor > LARGEST_SCALE).any():
-                raise self._wrong(name, f"holds a scale above 2^{LARGEST_SCALE - 127}")
+                where = self.checkpoint.file_of(name).path
+                raise TargetError(f"{where}: {name} has a scale above 2, which is not read here: {DEQUANTISED}.")
             (packed.put_scales if is_scales else packed.put_blocks)(tensor)
             return
         linear, tensor = self.linears[name], tensor.flatten(0, -2) if tensor.dim() > 2 else tensor

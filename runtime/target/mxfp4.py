@@ -18,6 +18,8 @@ SCALED = 32
 """Columns that share a scale."""
 LARGEST_SCALE = 128
 """Largest byte of a scale that is taken: 2, so numbers up to 12."""
+DEQUANTISED = "load it with transformers' Mxfp4Config(dequantize=True) and pass the model"
+"""Advice for a target in MXFP4 that is not to stay in it."""
 _LIFT = 126
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CHUNK = 1 << 26

@@ -27,13 +27,14 @@ from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .expert_loading import PackedExperts
+from .expert_loading import Mxfp4Experts, PackedExperts
 from .few_rows import few_rows
 from .fp8 import Fp8Linear
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
 from .known import Choice, choose_forward, family_of, unfit_reason
+from .mxfp4 import DEQUANTISED
 from .shared_copy import SharedCopy
 from .watch import Watch
 
@@ -180,14 +181,19 @@ class TargetModel(Target):
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
-        if any(isinstance(module, (Fp8Linear, PackedExperts)) for module in self.model.modules()):
+        packed = {type(each) for each in self.model.modules() if isinstance(each, (Fp8Linear, PackedExperts))}
+        if packed:
+            is_fp4 = Mxfp4Experts in packed
             reason = "it was asked for" if self._asked == "transformers" else unfit_reason(self.model)
             note = str(getattr(self.model, "packed_note", "weights in FP8"))
             if reason is not None:
-                raise UnsupportedModelError(
-                    f"The target has {note}, which transformers' own forward does not run: {reason}. Undo that, or "
-                    "load the target in another form (without target_weights = 'fp8')."
-                )
+                advice = DEQUANTISED if is_fp4 else "load the target in another form (without target_weights = 'fp8')"
+                problem = f"The target has {note}, which transformers' own forward does not run: {reason}"
+                raise UnsupportedModelError(f"{problem}. Undo that, or {advice}.")
+            if is_fp4 and self.device.type not in known.FUSED_ON and note not in self._warned:
+                self._warned.add(note)
+                message = f"On the {self.device.type} experts are unpacked at each use, slowly: {DEQUANTISED}."
+                warnings.warn(message, SpeedWarning, stacklevel=2)
             return Choice("fused", note)
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
         could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and family_of(self.model)

@@ -11,6 +11,7 @@ spills, warps, and operands that are overwritten (`machine_code`); exit status 1
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ def run_experts(compiler: Compiler, groups: int) -> None:
 
 
 def run_gpt_oss(compiler: Compiler) -> None:
-    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token and a tree."""
+    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token, a tree, and a prompt in float32."""
     count, width, hidden, top_k, bf16 = 32, 2880, 2880, 4, {"dtype": torch.bfloat16}
     sizes = count, count * 2 * width, count * hidden
     gate_up, down = (Mxfp4Weight.empty(size, hidden, torch.device("cpu")) for size in sizes[1:])
@@ -229,9 +230,12 @@ def run_gpt_oss(compiler: Compiler) -> None:
     layer = experts.Experts(
         torch.empty(count, hidden, **bf16), gate_up, down, top_k, False, biases, experts.Clamp(1.702, 7.0)
     )
-    for rows in (1, NODES):
-        compiler.variant = f"{rows} rows, MXFP4"
-        x = torch.zeros(rows, hidden, **bf16)
+    # Float32 takes most of the shared memory, of which this chip has least.
+    most = [(CHUNK, torch.float32)] if compiler.chip.capability == 89 else []
+    for rows, dtype in [(1, torch.bfloat16), (NODES, torch.bfloat16), *most]:
+        compiler.variant = f"{rows} rows, MXFP4, {dtype}"
+        x = torch.zeros(rows, hidden, dtype=dtype)
+        layer = replace(layer, router=layer.router.to(dtype), biases=experts.Biases(*(b.to(dtype) for b in biases)))
         normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(hidden)))
         norm, routing = products.Norm(x[0], 1e-5, 1.0), experts.Routing.allocate(layer, rows)
         experts.route(normed, norm, layer, torch.zeros(rows, dtype=torch.int32), routing)

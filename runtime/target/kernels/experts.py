@@ -313,6 +313,9 @@ def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple
     wanted = 16 if pairs <= _FEW_PAIRS else 2 * pairs // experts.count
     plain = "fp32" if x.dtype == torch.float32 else "plain"
     known = _TILES["mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
+    if shape.fp4_rows and x.dtype == torch.float32:
+        # 64 rows of float32 do not fit into the shared memory of smaller chips.
+        known = known[:2]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
     tiles = replace(tiles, waits=is_widened and overwrites_operands(x.device))

@@ -52,6 +52,8 @@ def test_read(tmp_path, arguments, taps, settled):
     assert {key for key in flags if head.config.get(key)} == {key for key in flags if settled.get(key)}
     # An fc without captured layers is dropped, as vLLM leaves it unread.
     assert ("fc.weight" in head.tensors) == (taps != ())
+    is_left = taps == () and "fc.weight" in arguments["tensors"]
+    assert any("fc.weight" in each and "is left out" in each for each in head.warnings) == is_left
     target = write_target(tmp_path / "target", hidden=head.target_hidden_size)
     rows = 300 if head.draft_ids_to_target is None else 190
     done = convert(tmp_path / "head", draft_vocab=rows, target=target, out=tmp_path / "out", vocabulary=BY_ID)

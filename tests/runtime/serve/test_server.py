@@ -143,21 +143,28 @@ def test_messages_are_read_as_templates_take_them(
         ("completions", {"prompt": ""}, 400, "empty"),
         ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
         ("completions", {"prompt": [[1, "a"]]}, 400, "token ids"),
+        ("completions", {"prompt": [{"role": "user"}]}, 400, "prompt must be a text"),
         ("completions", {"prompt": [99999]}, 400, "99999"),
         ("completions", {"prompt": "x", "seed": -1}, 400, "seed"),
         ("completions", {"prompt": "x", "stop": [3]}, 400, "stop"),
         ("completions", {"prompt": "x", "logit_bias": {"3": 4}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "frequency_penalty": 0.5}, 400, "frequency_penalty"),
         ("completions", {"prompt": "x", "temprature": 0.5}, 400, "temprature"),
+        ("completions", {"prompt": "x", "a\nb": 1}, 400, "a\nb"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )
-def test_a_wrong_call_is_refused_in_openais_form(path: str, body: Any, status: int, named: str, served: Served) -> None:
+def test_a_wrong_call_is_refused_in_openais_form(
+    path: str, body: Any, status: int, named: str, served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "eagle_slim.serve")
     found, _, text = call(f"{served.url}/v1/{path}", body)
     error = json.loads(text)["error"]
     assert (found, error["type"]) == (status, "invalid_request_error")
     assert named in error["message"]
     assert error.keys() == {"message", "type", "param", "code"}
+    # A line, which no client can break into two.
+    assert [len(record.message.splitlines()) for record in caplog.records] == [1]
 
 
 def test_fields_without_effect_are_taken(served: Served) -> None:
@@ -229,9 +236,10 @@ def test_a_client_that_hangs_up_frees_its_slot(
 
 
 def test_a_fault_of_one_answer_is_its_own(
-    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch
+    model: SpeculativeModel, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop decodes text for stop strings alone; the third fault comes when a stream has begun."""
+    caplog.set_level("INFO", "eagle_slim.serve")
     decode = model.tokenizer.decode
 
     def refuse(ids: list[int], **options: Any) -> str:
@@ -249,8 +257,13 @@ def test_a_fault_of_one_answer_is_its_own(
     for is_streamed, least in ((False, 1), (True, 1), (True, 4)):
         with pytest.raises(openai.InternalServerError if least == 1 else openai.APIError, match="ValueError"):
             [*client.completions.create(model="tiny", prompt="ab", stop="\x00", stream=is_streamed, **LONG)]
+    # Its other answers, most of which wait, end with it.
+    with pytest.raises(openai.InternalServerError, match="ValueError"):
+        client.completions.create(model="tiny", prompt="ab", stop="\x00", n=2, **LONG)
     thread.join()
     assert found == alone
+    wait_for(lambda: served.is_idle)
+    assert sum("ended by" in record.message and "fault" in record.message for record in caplog.records) == 4
 
 
 def test_no_answer_waits_longer_than_a_chunk(served: Served, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +293,9 @@ def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
         banner = next(line for line in server.stderr if "http://" in line)
         url = next(word.rstrip(":") for word in banner.split() if word.startswith("http://"))
         assert "trees of 4 nodes (asked for)" in next(server.stderr)
+        taken = [*command[:2], "--port", url.rpartition(":")[2].partition("/")[0]]
+        second = subprocess.run(taken, capture_output=True, text=True, env=environment, timeout=60)
+        assert (second.returncode, "port" in second.stderr, "--port 0" in second.stderr) == (1, True, True)
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             name = client.models.list().data[0].id
             chunks = client.completions.create(model=name, prompt="ab", stream=True, **LONG)
