@@ -37,8 +37,8 @@ from .plan import CallRules, Plan, Source
 from .shapes import ShapeChooser, shapes_for
 
 MIN_STEPS = 64
-"""Steps of few sequences after which these have graphs of their own: to record and capture them takes 0.2 s, as much as
-some thousand steps save, and a call's last answers would pay it for each bucket that they pass."""
+"""Steps of few sequences after which these have graphs of their own: recording and capturing them takes 0.2 s on an
+H200, which a call's last answers would pay for each bucket that they pass."""
 
 
 @dataclass
