@@ -46,7 +46,8 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     # Of more rows two sums at once, of a step and of all before it, do not fit into the registers.
     "fp8 by blocks": (ProductTiles(64, 128, 16, 4, 4, ahead=256), ProductTiles(64, 128, 32, 4, 3, ahead=256)),
     "mxfp4": (
-        ProductTiles(64, 128, 16, 4, 4, ahead=512),
+        # A cache line of a row a step. Of 8 rows Triton 3.6 would take mma.sync, which rounds otherwise than wgmma.
+        ProductTiles(64, 256, 16, 4, 3, ahead=512, max_registers=168),
         ProductTiles(64, 128, 32, 4, 3, ahead=512),
         ProductTiles(64, 128, 64, 4, 3),
     ),
@@ -228,8 +229,9 @@ def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routi
     overlaps, options = overlapping(routing.gated.device)
     constants = {"SHAPE": shape, "TILES": tiles, "GRID": grid, "LIFT": lift, "OVERLAP": overlaps}
     constants["CLAMP"] = experts.clamp
+    constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
     programs = _places(grid, count) * triton.cdiv(experts.width, tiles.block_n // 2)
-    kernels.gated_experts_kernel[(programs,)](*given, **constants, num_warps=tiles.num_warps, **options)
+    kernels.gated_experts_kernel[(programs,)](*given, **constants, **options)
 
 
 def add_experts_ref(
@@ -267,7 +269,8 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     bias = None if experts.biases is None else experts.biases.down
     given = *_weight_args(routing.gated, experts.down), bias, *ends, routing.picks, count, routing.parts
     tap_of = tap_args(rows, tap)
-    constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED, "num_warps": tiles.num_warps}
+    constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED}
+    constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
     programs = _places(grid, count) * triton.cdiv(hidden, tiles.block_n)
     kernels.add_experts_kernel[(programs,)](*given, rows, tap_of, **constants, **options)
     if not grid.combines:
@@ -318,5 +321,7 @@ def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple
         known = known[:2]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
-    tiles = replace(tiles, waits=is_widened and overwrites_operands(x.device))
+    is_hopper = overwrites_operands(x.device)
+    # Elsewhere a limit spills.
+    tiles = replace(tiles, waits=is_widened and is_hopper, max_registers=tiles.max_registers if is_hopper else None)
     return tiles, _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
