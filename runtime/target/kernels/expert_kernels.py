@@ -85,24 +85,9 @@ def _unordered(ordered):
 
 
 @triton.jit
-def _keys(logits, expert, COUNT: tl.constexpr, HALF: tl.constexpr):
-    """Return integers by which experts are chosen, of equal logits the lower id.
-
-    HALF: logits are numbers of 16 bits, of which 19 bits as fp32 tell all apart; so keys have 32, not 64.
-    """
-    if HALF:
-        tl.static_assert(COUNT < 4096)
-        keys = ((_ordered(logits) >> 13) << 12) + (COUNT - expert)[None, :]
-        return tl.where((expert < COUNT)[None, :], keys, -(1 << 31))
-    else:
-        keys = (_ordered(logits).to(tl.int64) << 32) + (COUNT - expert)[None, :]
-        return tl.where((expert < COUNT)[None, :], keys, -(1 << 63))
-
-
-@triton.jit
-def _of_key(key, COUNT: tl.constexpr, HALF: tl.constexpr):
+def _of_key(key, COUNT: tl.constexpr):
     """Return the logit and the expert of a key."""
-    if HALF:
+    if key.dtype == tl.int32:
         ordered = key >> 12
         return _unordered((ordered << 13) + tl.where(ordered < 0, 8191, 0)), COUNT - (key & 4095)
     else:
@@ -111,35 +96,37 @@ def _of_key(key, COUNT: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits,
-    expert,
-    is_used,
-    GRID: tl.constexpr,
-    NORMALISES: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    SLOTS: tl.constexpr,
-    HALF: tl.constexpr,
+    logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexpr, OF_CHOSEN: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Choose the experts of rows by ``logits`` fp32 [rows, experts]: their ids, then weights, [rows, SLOTS].
+    """Choose the experts of rows by ``logits`` [rows, experts]: their ids, then weights, [rows, SLOTS].
 
-    OF_CHOSEN: the softmax is over the chosen ones, in the order of slots. HALF: see `_keys`.
+    OF_CHOSEN: the softmax is over the chosen ones, in the order of slots.
     """
     COUNT: tl.constexpr = GRID.experts
     TOP_K: tl.constexpr = GRID.top_k
+    tl.static_assert(COUNT < 4096)
     slot = tl.arange(0, SLOTS)
-    keys = _keys(logits, expert, COUNT, HALF)
+    ordered = _ordered(logits.to(tl.float32))
+    # Of equal logits the lower id is the larger key. Of 16 bits, as fp32, the upper 19 tell all apart.
+    if logits.dtype.primitive_bitwidth == 16:
+        NONE: tl.constexpr = -(1 << 31)
+        keys = ((ordered >> 13) << 12) + (COUNT - expert)[None, :]
+    else:
+        NONE: tl.constexpr = -(1 << 63)
+        keys = (ordered.to(tl.int64) << 32) + (COUNT - expert)[None, :]
+    keys = tl.where((expert < COUNT)[None, :], keys, NONE)
     ids = tl.full((logits.shape[0], SLOTS), COUNT, tl.int32)
     chosen = tl.zeros((logits.shape[0], SLOTS), tl.float32)
-    largest, _ = _of_key(tl.max(keys, 1), COUNT, HALF)
+    largest, _ = _of_key(tl.max(keys, 1), COUNT)
     all_weights = 1.0
     if not OF_CHOSEN:
-        weights = tl.exp(logits - largest[:, None])
+        weights = tl.exp(logits.to(tl.float32) - largest[:, None])
         all_weights = exact_sum(tl.where((expert < COUNT)[None, :], weights, 0.0), 1)
     total = tl.zeros((logits.shape[0],), tl.float32)
     for j in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
-        keys = tl.where(keys == best[:, None], -(1 << 31) if HALF else -(1 << 63), keys)
-        logit, id_of = _of_key(best, COUNT, HALF)
+        keys = tl.where(keys == best[:, None], NONE, keys)
+        logit, id_of = _of_key(best, COUNT)
         probability = tl.exp(logit - largest)
         if not OF_CHOSEN:
             probability /= all_weights
@@ -199,9 +186,8 @@ def route_kernel(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert, mask=expert < SHAPE.size, other=0.0).to(tl.float32)
             logits += bias[None, :]
-        logits = logits.to(kind).to(tl.float32)
-        HALF: tl.constexpr = kind.primitive_bitwidth == 16
-        ids, weights = _choose(logits, expert, kv_row >= 0, GRID, NORMALISES, bias_ptr is not None, SLOTS, HALF)
+        logits = logits.to(kind)
+        ids, weights = _choose(logits, expert, kv_row >= 0, GRID, NORMALISES, bias_ptr is not None, SLOTS)
         slot = tl.arange(0, SLOTS)
         to = row[:, None] * GRID.top_k + slot[None, :]
         kept = inside[:, None] & (slot < GRID.top_k)[None, :]
