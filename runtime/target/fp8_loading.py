@@ -28,7 +28,7 @@ from ..errors import TargetError, UnsupportedModelError
 from .expert_loading import WHOLE, Fp8Experts, Mxfp4Experts, expert_parts
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
-from .known import FAMILIES, family_of
+from .fused import FAMILIES, family_of
 from .mxfp4 import DEQUANTISED, LARGEST_SCALE, SCALED, Mxfp4Weight
 
 _PACKED: tuple[tuple[str, ...], ...] = (
