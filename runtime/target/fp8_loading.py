@@ -327,8 +327,8 @@ class _Loader:
         return tensor
 
     def _wrong(self, name: str, problem: str) -> TargetError:
-        held = name in self.checkpoint.names
-        where = self.checkpoint.file_of(name).path if held else self.checkpoint.where
+        is_stored = name in self.checkpoint.names
+        where = self.checkpoint.file_of(name).path if is_stored else self.checkpoint.where
         return TargetError(
             f"{where}: {name} {problem}. Expected is the checkpoint of a whole model, as its config.json describes it: "
             "fetch it again, or take another copy."

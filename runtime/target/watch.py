@@ -87,9 +87,9 @@ class Watch:
         if depth > _DEEPEST or isinstance(value, _OPAQUE) or id(value) in self._taken or is_of_a_library(value):
             return value
         kind: Any = next((kind for kind in (dict, list, tuple, set) if isinstance(value, kind)), None)
-        if kind is None and _held(value):
+        if kind is None and _contents_of(value):
             self._taken[id(value)] = value
-            self._compare(partial(_held, value), depth + 1)
+            self._compare(partial(_contents_of, value), depth + 1)
         if kind is None or len(value) > _LARGEST:
             return value
         if kind is dict:
@@ -129,18 +129,18 @@ def _differ(old: Any, new: Any) -> bool:
         return True
 
 
-def _held(value: Any) -> dict[Any, Any]:
+def _contents_of(value: Any) -> dict[Any, Any]:
     """Read what an object refers to: its attributes by name, all else by place; of a function the variables it uses."""
-    held = getattr(value, "__dict__", {})
+    named = getattr(value, "__dict__", {})
     if not isinstance(value, FunctionType):
-        return dict(enumerate([each for each in gc.get_referents(value) if each is not held])) | held
-    held = held | {each: getattr(value, each) for each in ("__code__", "__defaults__", "__kwdefaults__", "__closure__")}
+        return dict(enumerate([each for each in gc.get_referents(value) if each is not named])) | named
+    found = named | {"parts": (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__)}
     for name in _names(value.__code__):
         each: Any = value.__globals__.get(name)
         # Another file's function is not what this one computes with.
         is_other = isinstance(each, FunctionType) and each.__module__ != value.__module__
-        held[f"global {name}"] = (each.__code__, id(each)) if is_other else each
-    return held
+        found[f"global {name}"] = (each.__code__, id(each)) if is_other else each
+    return found
 
 
 @lru_cache(_LARGEST)

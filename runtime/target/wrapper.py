@@ -125,7 +125,7 @@ class TargetModel(Target):
                 yield
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def for_call(self) -> Iterator[None]:
         """Hold the target for one call and look at it; the caller's autocast has no effect."""
         with self.hold():
             self.look()
