@@ -183,7 +183,9 @@ def make_ranking(
         why = "the vocabulary cannot be ranked without one"
         if request.token_map is not None:
             why = "--force-added all keeps its added tokens"
-        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\nName one with --tokenizer.")
+        made = "AutoTokenizer.from_pretrained(TARGET).save_pretrained(FOLDER)"
+        advice = f"Name one with --tokenizer. From files of another form transformers makes one: {made}."
+        raise UsageError.at(head.location, f"no tokenizer.json is at hand, and {why}.\n{advice}")
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer)
     assert tokenizer is not None

@@ -48,6 +48,10 @@ class TokenizerError(EagleSlimError):
     """A tokenizer is missing, unusable, or differs from the one the data was made with."""
 
 
+class MissingTokenizerFileError(TokenizerError):
+    """A tokenizer has no tokenizer.json, perhaps files of another form."""
+
+
 class VocabularyError(EagleSlimError):
     """Counts, a ranking or a token map break a rule of their format."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SourceError, TokenizerError, UsageError
+from .errors import MissingTokenizerFileError, SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
 from .hub import find_folder
 
@@ -233,7 +233,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if not file.is_file():
         way = f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER"
         advice = f"Make one with transformers, where you trust the code of the repository: {way}."
-        raise TokenizerError(f"{source}: no {_TOKENIZER}. {advice}")
+        raise MissingTokenizerFileError(f"{source}: no {_TOKENIZER}. {advice}")
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust

@@ -110,13 +110,12 @@ def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
 def open_tokenizer(
     given: str | Path | None, target: HeadTarget | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
-    """Load the tokenizer that is given, else the target's own; None where there is neither.
+    """Load the tokenizer that is given, else the tokenizer.json of the target; None where there is neither.
 
     Raises TokenizerError, and MismatchError where its hash or its number of tokens is not the target's.
     """
     of_target = None
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if target is not None and any((target.source.folder / name).is_file() for name in names):
+    if target is not None and (target.source.folder / "tokenizer.json").is_file():
         # Under the target's name, since nobody knows the cache folder that holds it.
         of_target = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
     tokenizer = of_target if given is None else or_built_in(given, partial(load_tokenizer, offline=offline))

@@ -135,7 +135,7 @@ def has_channels(tokenizer: Any) -> bool:
 
 
 def _out_of_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sort an answer as it was generated into the fields that gpt-oss' template takes: it refuses channels in a text."""
+    """Sort an answer as generated into the fields of gpt-oss' template, which refuses channels in a text."""
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str) or "<|message|>" not in content:
         return message
