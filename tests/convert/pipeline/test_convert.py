@@ -240,6 +240,10 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
     for options, vocabulary, words in (
         ({"draft_vocab": 8.0}, {}, "--draft-vocab"),
         ({"draft_vocab": True}, {}, "--draft-vocab"),
+        ({"flavour": "vllm"}, {}, "flavour"),
+        ({"d2t_form": "relative"}, {}, "d2t_form"),
+        ({}, {"token_map": None, "order": "rank"}, "order"),
+        ({}, {"force_added": "some"}, "force_added"),
         ({"draft_vocab": 300}, {"token_map": None, "order": "ids"}, "--tokenizer"),
         ({}, {"force_added": "all"}, "--tokenizer"),
         ({}, {"weights": {"chat": 2.0}}, "--weights"),
