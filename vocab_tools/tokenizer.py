@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from .errors import MissingTokenizerFileError, SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
 from .hub import find_folder
+from .target import language_configs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -299,8 +300,7 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
 
 
 def _generation_config(generation: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    text_config = config.get("text_config")
-    for source in (config, text_config if isinstance(text_config, dict) else {}):
+    for source in language_configs(config):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if generation.get(key) is None and source.get(key) is not None:
                 generation[key] = source[key]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home, read_object
+from eagle_slim.vocab_tools.target import language_configs
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import MAX_PADDING
 
@@ -46,6 +47,13 @@ class HeadTarget:
         """Number of decoder layers, or None where the configuration does not say."""
         found = self.config.get("num_hidden_layers")
         return found if isinstance(found, int) else None
+
+    @property
+    def doubts(self) -> list[str]:
+        """A warning where the configuration lacks sizes that a head is compared with."""
+        lacking = [key for key in ("hidden_size", "num_hidden_layers") if self.config.get(key) is None]
+        what = f"config.json of the target {self.name} names no {' and no '.join(lacking)}"
+        return [f"{what}, with which the head would be compared"] if lacking else []
 
 
 def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
@@ -143,8 +151,7 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
 
 def _config(source: ResolvedSource) -> dict[str, Any]:
     config = read_object(source.folder / "config.json", SourceError)
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    config = {key: value for part in language_configs(config) for key, value in part.items()}
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):

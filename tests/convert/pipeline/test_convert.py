@@ -446,6 +446,31 @@ def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path,
         convert(head, draft_vocab=TOKENS + 1, vocabulary=BY_ID, target=target, out=tmp_path / "more")
 
 
+def test_the_language_model_of_a_multimodal_target_is_compared_with_the_head(tmp_path, target):
+    """Of InternVL, DeepSeek-VL2 and Qwen-Omni; where its sizes are under no key that is known, a warning says so."""
+    head, flat = write_eagle3(tmp_path / "head", lm_head=False), config_of(target)
+    options = {"draft_vocab": 300, "vocabulary": BY_ID, "target": target}
+    tensors = {"thinker.lm_head.weight": heads.target_lm_head(target)}
+    for path in target.glob("*.safetensors"):
+        path.unlink()
+    heads.write_tensors(target, tensors)
+    omni = {"thinker_config": {"audio_config": {"hidden_size": 8}, "text_config": flat}}
+    for place in ({"llm_config": flat}, {"language_config": flat}, omni):
+        heads.write_json(target / "config.json", {"architectures": ["InternVLChatModel"], **place})
+        done = convert(head, **options, out=tmp_path / "out", force=True)
+        assert done.manifest.target["num_hidden_layers"] == heads.LAYERS
+        assert "compared" not in str(done.manifest.warnings)
+        found = written(done.folder)
+        assert torch.equal(found["lm_head.weight"], tensors["thinker.lm_head.weight"][found["d2t"] + torch.arange(300)])
+        heads.write_json(target / "config.json", json.loads(json.dumps(place).replace('size": 32', 'size": 48')))
+        with pytest.raises(MismatchError, match=r"hidden_size.*48"):
+            convert(head, **options, out=tmp_path / "other")
+    heads.write_json(target / "config.json", {"own_config": flat})
+    done = convert(head, **options, out=tmp_path / "out", force=True)
+    assert any("no hidden_size and no num_hidden_layers" in warning for warning in done.manifest.warnings)
+    assert verify_artifact(done.folder, head=head, target=target)["target"].status == "warning"
+
+
 def test_nan_rows_and_tensors_are_refused(tmp_path):
     tensors = eagle3_tensors(rows=VOCAB)
     tensors["lm_head.weight"][300, 1] = float("nan")
