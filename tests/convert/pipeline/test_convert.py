@@ -364,6 +364,28 @@ def test_eagle1_keeps_its_biases_with_the_flags_of_every_engine(tmp_path, target
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
 
+@pytest.mark.parametrize(
+    "named", [["Qwen2ForCausalLM"], ["MixtralForCausalLM"], None, ["LlamaForCausalLMEagle"]], ids=str
+)
+def test_eagle1_of_another_class_is_what_vllm_and_sglang_load(tmp_path, named):
+    """vLLM puts Eagle before the name, has no EagleQwen2ForCausalLM, and stops at a norm before the first layer."""
+    norm = {"layers.0.input_layernorm.weight": random((HIDDEN,), 5)}
+    head = write_eagle1(tmp_path / "head", extra=norm, architectures=named, model_type="qwen2")
+    options = {"draft_vocab": 8, "vocabulary": by_map(tmp_path, RANKED)}
+    done = convert(head, **options, out=tmp_path / "out")
+    is_sglangs = named == ["LlamaForCausalLMEagle"]
+    expected = (named, "qwen2") if is_sglangs else (["LlamaForCausalLM"], "llama")
+    config = config_of(done.folder)
+    assert (config["architectures"], config["model_type"]) == expected
+    assert [*norm] == [*done.manifest.dropped]
+    assert not norm.keys() & written(done.folder).keys()
+    assert any("does not exist there" in warning for warning in done.manifest.warnings) == is_sglangs
+    assert verify_artifact(done.folder, head=head).ok
+    config = config_of(convert(head, **options, flavour="sglang", out=tmp_path / "sglang").folder)
+    name = "Qwen2ForCausalLMEagle" if named == ["Qwen2ForCausalLM"] else "LlamaForCausalLMEagle"
+    assert (config["architectures"], config["model_type"]) == ([name], "qwen2")
+
+
 def test_eagle1_keeps_its_norms(tmp_path):
     own = {f"layers.0.self_attn.{name}_norm.weight": random((heads.HEAD_DIM,), 90) for name in "qk"}
     done = audited(tmp_path, write_eagle1(tmp_path / "head", extra=own))
