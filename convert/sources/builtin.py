@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +28,7 @@ import numpy as np
 from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, built_in_folder
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
@@ -135,17 +136,14 @@ def embedded_target_folder() -> Path:
     out = built_in_folder()
     if os.path.exists(out):  # unlike Path.exists, also in folders that this user may not enter
         return out
-    import gguf
-
-    reader = gguf.GGUFReader(str(embedded_gguf()))
+    reader = _gguf_reader(embedded_gguf())
     fields = {name: field.contents() for name, field in reader.fields.items()}
     try:
         # Another process may begin the same export first; the bytes are the same.
         with contextlib.suppress(OutputExistsError), atomic_directory(out, wait=True) as folder:
             for file in (_DATA / "target").glob("*.json"):
                 shutil.copyfile(file, folder / file.name)
-            text = json.dumps(json.loads(_tokenizer(fields).to_str()), indent=2, ensure_ascii=False)
-            (folder / "tokenizer.json").write_text(f"{text}\n", encoding="utf-8")
+            (folder / "tokenizer.json").write_text(f"{_tokenizer(fields).to_str(pretty=True)}\n", encoding="utf-8")
             plans = [_plan(tensor, fields) for tensor in reader.tensors]
             write_safetensors(folder / "model.safetensors", plans)
     except OutputError as error:
@@ -153,6 +151,12 @@ def embedded_target_folder() -> Path:
         advice = "set XDG_CACHE_HOME to a folder that can, or name the target with --target"
         raise OutputError(f"{problem}: {advice}. {str(error).splitlines()[0]}") from error
     return out
+
+
+@lru_cache(1)
+def embedded_tokenizer(folder: Path) -> LoadedTokenizer:
+    """Load the tokenizer of the `embedded_target_folder`, once."""
+    return load_tokenizer(folder, offline=True)
 
 
 def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:
@@ -181,6 +185,17 @@ def embedded_target_provenance() -> dict[str, Any]:
     }
 
 
+def _gguf_reader(path: Path) -> gguf.GGUFReader:
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            # It cuts the file into every string of it: parts of a plain array take a third of the time of a memmap's.
+            super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
+
+    return Reader(str(path))
+
+
 def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
     *block, stored, _ = tensor.name.split(".")
     layer = f"layers.{block[1]}." if block else ""
@@ -190,7 +205,8 @@ def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
     def pieces() -> Iterator[Bytes]:
         from gguf.quants import dequantize
 
-        values: NDArray[np.float32] = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type))
+        # As one row: of many, each 16 are dequantised by themselves.
+        values: NDArray[np.float32] = np.ascontiguousarray(dequantize(tensor.data.reshape(1, -1), tensor.tensor_type))
         weight = rounded(values.reshape(-1, shape[-1]).view(np.uint8), "F32", "BF16")
         if stored in ("attn_q", "attn_k"):
             heads = "head_count" if stored == "attn_q" else "head_count_kv"

@@ -14,11 +14,15 @@ from eagle_slim.convert.heads import open as published
 from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.convert.heads.open import D2tForm
-from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
+from eagle_slim.convert.sources.builtin import (
+    EMBEDDED_TARGET_REPO,
+    embedded_target_folder,
+    embedded_tokenizer,
+    load_embedded_counts,
+)
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.targets.model import choose_target
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 
@@ -53,7 +57,7 @@ class OpenedHead:
         """Ranking of the rows: the manifest's, or that of the built-in head by its own counts; None without either."""
         if not self.is_embedded:
             return self.ranks
-        tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
+        tokenizer = embedded_tokenizer(embedded_target_folder())
         return rank_vocabulary(load_embedded_counts(), tokenizer=tokenizer, target_vocab=self.head.target_vocab)
 
     def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from eagle_slim.convert.sources.builtin import embedded_tokenizer
 from eagle_slim.vocab_tools.errors import EagleSlimError
 from eagle_slim.vocab_tools.files import read_object
-from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
+from eagle_slim.vocab_tools.hub import built_in_folder, keep_limit, trouble_of
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from torch import nn
 
@@ -177,7 +178,8 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
         return None, None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    loaded = load_tokenizer(str(target), revision=revision, offline=offline)
+    is_built_in = folder == built_in_folder()
+    loaded = embedded_tokenizer(folder) if is_built_in else load_tokenizer(str(target), revision, offline)
     where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
     with _naming(target):
         try:
