@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,11 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id (--tokenizer)."
 
 
-def _sha256(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+def _canonical(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+
+
+def _sha256(text: str) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -128,15 +132,24 @@ class LoadedTokenizer:
     @cached_property
     def token_texts(self) -> list[str | None]:
         """Token text by id as the vocabulary spells it, None where no token has the id; [vocab_size] entries."""
-        texts = {**{token_id: text for text, token_id in self.vocab.items()}, **self.added_tokens}
-        return [texts.get(token_id) for token_id in range(self.vocab_size)]
+        texts: list[str | None] = [None] * self.vocab_size
+        for text, token_id in self.vocab.items():
+            texts[token_id] = text
+        for token_id, text in self.added_tokens.items():
+            texts[token_id] = text
+        return texts
 
     @cached_property
     def tokenizer_hash(self) -> str:
         """Hash of the canonical (id, token, special) list, the normaliser and the pre-tokeniser."""
-        texts = [(token_id, text) for token_id, text in enumerate(self.token_texts) if text is not None]
-        tokens = [[token_id, text, token_id in self.special_ids] for token_id, text in texts]
-        return _sha256([tokens, self._component("normalizer"), self._component("pre_tokenizer")])
+        # As JSON at once: a list for each token would have the garbage collector look through all that was imported.
+        tokens = ",".join(
+            f"[{token_id},{encode_basestring_ascii(text)},{'true' if token_id in self.special_ids else 'false'}]"
+            for token_id, text in enumerate(self.token_texts)
+            if text is not None
+        )
+        components = (_canonical(self._component(name)) for name in ("normalizer", "pre_tokenizer"))
+        return _sha256(f"[[{tokens}],{','.join(components)}]")
 
     @property
     def chat_template(self) -> str | None:
@@ -146,7 +159,7 @@ class LoadedTokenizer:
     @cached_property
     def chat_template_hash(self) -> str | None:
         """Hash of all chat templates, or None without any."""
-        return _sha256(dict(self.chat_templates)) if self.chat_templates else None
+        return _sha256(_canonical(dict(self.chat_templates))) if self.chat_templates else None
 
     @cached_property
     def byte_level(self) -> bool:
@@ -258,14 +271,14 @@ def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Pat
     """Add the tokens that only tokenizer_config.json knows, as transformers does on loading."""
     from tokenizers import AddedToken
 
-    known = set(backend.get_vocab(with_added_tokens=True).values())
     decoder = config.get("added_tokens_decoder") or {}
     try:
         entries = {int(key): (str(entry["content"]), entry) for key, entry in decoder.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         form = 'ids with tokens, as in {"2": {"content": "</s>"}}'
         raise TokenizerError(f"{file}: added_tokens_decoder: expected {form}.") from error
-    for token_id in sorted(entries.keys() - known):
+    missing = entries.keys() - backend.get_added_tokens_decoder().keys()
+    for token_id in sorted(missing.difference(backend.get_vocab(with_added_tokens=True).values()) if missing else ()):
         content, entry = entries[token_id]
         options = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
         normalized = bool(entry.get("normalized", not options["special"]))
