@@ -130,7 +130,7 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | more
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
-    note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
+    note(f"target: {model.target.backend}; {model.drafting}; this drafter: {model.drafter.reason}")
     for name in ("revision", "dtype", "device", "target_weights"):
         del given[name]
     given |= {"drafter": model.drafter.backend, "tokenizer": model.tokenizer}
