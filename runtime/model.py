@@ -574,7 +574,7 @@ def pair(
         head = replace(head, head=head.head.without_padding(int(text_config.vocab_size)))
         draft_ids = head.choose(draft_vocab)
     with garbage_kept():
-        loaded, tokenizer_hash = target.load_tokenizer()
+        loaded, tokenizer_hash = target.load_tokenizer(is_needed=tokenizer is None)
         tokenizer_hash = check_tokenizers(head, str(target), tokenizer_hash, tokenizer)
         check_vocabulary(draft_vocab, tokenizer_hash, str(target))
         taps = resolve_tap_layers(head.head, int(text_config.num_hidden_layers))

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SourceError, TokenizerError, UsageError
+from .errors import MissingTokenizerFileError, SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
-from .hub import find_folder
+from .hub import built_in_folder, find_folder
+from .target import language_configs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -208,7 +209,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if path.is_file():
         return _load(str(source), path, path.parent if path.name == _TOKENIZER else None)
     if path.is_dir():
-        return _load(str(source), path / _TOKENIZER, path)
+        load = _load_built_in if path == built_in_folder() else _load
+        return load(str(source), path / _TOKENIZER, path)
     if path.exists():
         regular_file(path, TokenizerError)
     # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
@@ -246,7 +248,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if not file.is_file():
         way = f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER"
         advice = f"Make one with transformers, where you trust the code of the repository: {way}."
-        raise TokenizerError(f"{source}: no {_TOKENIZER}. {advice}")
+        raise MissingTokenizerFileError(f"{source}: no {_TOKENIZER}. {advice}")
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
@@ -265,6 +267,10 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     special_tokens = _special_tokens(config, beside("special_tokens_map.json"))
     generation_config = _generation_config(beside("generation_config.json"), beside("config.json"))
     return LoadedTokenizer(backend, source, commit, templates, special_tokens, generation_config)
+
+
+_load_built_in = lru_cache(1)(_load)
+"""A head's ranking and its target read it, too; its files never change."""
 
 
 def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path) -> None:
@@ -312,8 +318,7 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
 
 
 def _generation_config(generation: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    text_config = config.get("text_config")
-    for source in (config, text_config if isinstance(text_config, dict) else {}):
+    for source in language_configs(config):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if generation.get(key) is None and source.get(key) is not None:
                 generation[key] = source[key]

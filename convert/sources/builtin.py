@@ -19,7 +19,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +27,7 @@ import numpy as np
 from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import BUILT_IN_TARGET, HubError, built_in_folder
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
@@ -151,12 +150,6 @@ def embedded_target_folder() -> Path:
         advice = "set XDG_CACHE_HOME to a folder that can, or name the target with --target"
         raise OutputError(f"{problem}: {advice}. {str(error).splitlines()[0]}") from error
     return out
-
-
-@lru_cache(1)
-def embedded_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Load the tokenizer of the `embedded_target_folder`, once."""
-    return load_tokenizer(folder, offline=True)
 
 
 def or_built_in(name: str | Path, read: Callable[[str | Path], _T]) -> _T:

@@ -14,10 +14,11 @@ from eagle_slim.convert.heads import open as published
 from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.convert.heads.open import D2tForm
-from eagle_slim.convert.sources import builtin
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.targets.model import choose_target
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 
@@ -52,8 +53,8 @@ class OpenedHead:
         """Ranking of the rows: the manifest's, or that of the built-in head by its own counts; None without either."""
         if not self.is_embedded:
             return self.ranks
-        tokenizer = builtin.embedded_tokenizer(builtin.embedded_target_folder())
-        return rank_vocabulary(builtin.load_embedded_counts(), tokenizer=tokenizer, target_vocab=self.head.target_vocab)
+        tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
+        return rank_vocabulary(load_embedded_counts(), tokenizer=tokenizer, target_vocab=self.head.target_vocab)
 
     def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
@@ -82,8 +83,8 @@ class OpenedHead:
     def target_location(self, revision: str | None = None) -> str | Path:
         """Return the folder or repository of the target that the head names. Raises `UsageError` for none."""
         if self.target_name is not None:
-            is_built_in = self.target_name == builtin.EMBEDDED_TARGET_REPO and revision is None
-            return builtin.embedded_target_folder() if is_built_in else self.target_name
+            is_built_in = self.target_name == EMBEDDED_TARGET_REPO and revision is None
+            return embedded_target_folder() if is_built_in else self.target_name
         if self.target_folder is not None and self.folder is not None:
             return recorded_target(self.target_folder, self.folder)
         raise UsageError(f"Head {self.head.location} does not say which target it belongs to. Give the target.")
@@ -128,9 +129,9 @@ def open_head(
             head = Artifact.load(source)
     if isinstance(head, Artifact):
         target = head.manifest.target
-        name = builtin.EMBEDDED_TARGET_REPO if "wheel" in target else target.get("repo_id")
+        name = EMBEDDED_TARGET_REPO if "wheel" in target else target.get("repo_id")
         return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(head, is_embedded)
-    made_with = builtin.load_embedded_counts().tokenizer_hash if is_embedded else None
-    name = None if choice is None else choice.name or builtin.EMBEDDED_TARGET_REPO
+    made_with = load_embedded_counts().tokenizer_hash if is_embedded else None
+    name = None if choice is None else choice.name or EMBEDDED_TARGET_REPO
     return OpenedHead(head, tokenizer_hash=made_with, target_name=name, is_embedded=is_embedded)
