@@ -133,12 +133,8 @@ class LoadedTokenizer:
     @cached_property
     def token_texts(self) -> list[str | None]:
         """Token text by id as the vocabulary spells it, None where no token has the id; [vocab_size] entries."""
-        texts: list[str | None] = [None] * self.vocab_size
-        for text, token_id in self.vocab.items():
-            texts[token_id] = text
-        for token_id, text in self.added_tokens.items():
-            texts[token_id] = text
-        return texts
+        texts = {**{token_id: text for text, token_id in self.vocab.items()}, **self.added_tokens}
+        return [*map(texts.get, range(self.vocab_size))]
 
     @cached_property
     def tokenizer_hash(self) -> str:
@@ -149,8 +145,8 @@ class LoadedTokenizer:
             for token_id, text in enumerate(self.token_texts)
             if text is not None
         )
-        components = (_canonical(self._component(name)) for name in ("normalizer", "pre_tokenizer"))
-        return _sha256(f"[[{tokens}],{','.join(components)}]")
+        components = [self._component(name) for name in ("normalizer", "pre_tokenizer")]
+        return _sha256(f"[[{tokens}],{_canonical(components)[1:]}")
 
     @property
     def chat_template(self) -> str | None:

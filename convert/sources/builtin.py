@@ -181,7 +181,7 @@ def embedded_target_provenance() -> dict[str, Any]:
 def _gguf_reader(path: Path) -> gguf.GGUFReader:
     import gguf
 
-    class Reader(gguf.GGUFReader):
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # gguf carries no types
         def __setattr__(self, name: str, value: Any) -> None:
             # It cuts the file into every string of it: parts of a plain array take a third of the time of a memmap's.
             super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
