@@ -135,7 +135,14 @@ def embedded_target_folder() -> Path:
     out = built_in_folder()
     if os.path.exists(out):  # unlike Path.exists, also in folders that this user may not enter
         return out
-    reader = _gguf_reader(embedded_gguf())
+    import gguf
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # gguf carries no types
+        def __setattr__(self, name: str, value: Any) -> None:
+            # It cuts the file into all its strings: parts of a plain array take a third of the time of a memmap's.
+            super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
+
+    reader = Reader(str(embedded_gguf()))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     try:
         # Another process may begin the same export first; the bytes are the same.
@@ -176,17 +183,6 @@ def embedded_target_provenance() -> dict[str, Any]:
         "sha256": sha256_file(path),
         "dequantised": f"{_DEQUANTISED}, rounded to nearest even",
     }
-
-
-def _gguf_reader(path: Path) -> gguf.GGUFReader:
-    import gguf
-
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # gguf carries no types
-        def __setattr__(self, name: str, value: Any) -> None:
-            # It cuts the file into every string of it: parts of a plain array take a third of the time of a memmap's.
-            super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
-
-    return Reader(str(path))
 
 
 def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
