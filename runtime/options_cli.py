@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from eagle_slim.vocab_tools.common_cli import choice_option, note
+from eagle_slim.vocab_tools.hub import show_downloads
 
 from .settings import TreeConfig
 
@@ -126,6 +127,7 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     gc.enable()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    show_downloads()
     _show_progress()
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | more
