@@ -355,8 +355,11 @@ class TargetModel(Target):
     def _record_features(self, copy: SharedCopy) -> None:
         """Register hooks that record each forward's features in the copy's ``taps``, by index into ``tap_layers``."""
 
+        # Not the copy, which holds the hooks: a target that is let go is free at once.
+        taps = copy.taps
+
         def keep(place: int, read: Callable[[Any, Any], Tensor]) -> Callable[..., None]:
-            return lambda _module, args, given: copy.taps.update({place: read(args, given)})
+            return lambda _module, args, given: taps.update({place: read(args, given)})
 
         if self.tap_layers is None:
             copy.of(self.model.get_decoder()).register_forward_hook(keep(0, _output_states))

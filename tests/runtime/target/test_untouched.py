@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.ops import garbage_kept
 from eagle_slim.runtime.target import attention, shared_copy, wrapper
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
@@ -78,6 +80,16 @@ def test_nothing_is_left_in_transformers_when_ours_is_gone(head: Path) -> None:
     del second
     gc.collect()
     assert [dict(interface._global_mapping) for interface in INTERFACES] == before
+
+
+def test_a_target_that_is_let_go_is_free_at_once(head: Path) -> None:
+    """Its memory must not wait for a search for garbage."""
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head)
+    model.generate(PROMPT, max_new_tokens=3)
+    own = ref(model.target.model)
+    with garbage_kept():
+        del model
+        assert own() is None
 
 
 class Interrupt:
