@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import make_dataclass
@@ -321,6 +322,7 @@ def steered_by_a_wrapper(module: Any, tensor: Tensor) -> Steering:
 STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
     "attribute": steered_by_an_attribute(lambda module: module),
     "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
+    "deque": steered_by_what_is_held(lambda tensor: deque([tensor]), 0),
     "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
     "dataclass": steered_by_what_is_held(make_dataclass("Dataclass", ["tensor"]), "tensor"),
     "dataclass with slots": steered_by_what_is_held(make_dataclass("Slotted", ["tensor"], slots=True), "tensor"),
