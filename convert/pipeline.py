@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -354,7 +355,8 @@ def _describe_target(inputs: Inputs) -> dict[str, Any]:
 def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
     """Replace paths of this machine in warnings by folder names, as an upload publishes the manifest."""
     opened = (inputs.target and inputs.target.name, inputs.tokenizer and inputs.tokenizer.source, inputs.head.location)
-    local = {place for place in opened if place and expand_home(place).exists()}
+    # A name without folders, such as a dot, tells nothing, and may stand for something else in a sentence.
+    local = {place for place in opened if place and "/" in normpath(place) and expand_home(place).exists()}
     for place in sorted(local, key=len, reverse=True):
         warnings = [warning.replace(place, expand_home(place).resolve().name) for warning in warnings]
     return tuple(warnings)

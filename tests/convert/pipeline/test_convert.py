@@ -604,6 +604,17 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
         assert b"a-home" not in path.read_bytes(), path
 
 
+def test_a_folder_that_is_named_by_a_dot_changes_no_warning(tmp_path, target, monkeypatch):
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    head = write_eagle3(tmp_path / "head", **taps)
+    options = {"draft_vocab": 300, "vocabulary": BY_ID, "out": tmp_path / "out", "force": True}
+    expected = convert(head, target=target, **options).manifest.warnings
+    assert any("config.json names the tap layers" in warning for warning in expected)
+    for place, names in ((head, (".", target)), (target, (head, ".")), (tmp_path, ("head", target))):
+        monkeypatch.chdir(place)
+        assert convert(names[0], target=names[1], **options).manifest.warnings == expected
+
+
 def test_defaults_are_named(tmp_path, head, target, monkeypatch):
     said = []
     monkeypatch.setattr("eagle_slim.convert.targets.model.known_target", lambda head: str(target))
