@@ -326,6 +326,13 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
             problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
             way = f"convert with --tap-layers {_joined(taps)}, which writes both keys"
             yield "warning", problem, way if head.has_sure_taps else _NAME_TARGET
+    # 0.5.23, `models/gpt_oss.py`: the layer's output is captured behind the loop, which `models/llama.py` does not.
+    if engine == "sglang" and layers is not None and layers in (taps or ()):
+        yield (
+            "warning",
+            "the last layer's output is captured of gpt-oss and few other targets, not of Llama or Qwen",
+            "",
+        )
 
 
 def _of_converter(head: HeadFacts) -> Iterator[Fault]:
