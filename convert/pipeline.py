@@ -28,7 +28,6 @@ from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
 from .errors import MismatchError
-from .heads.config import position_warnings
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
@@ -257,7 +256,9 @@ def _plan(
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors = plan_tensors(head, lm_head, ids)
     config = config_of(head, rows, options.flavour)
-    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
+    dtype = None if inputs.target is None else inputs.target.dtype
+    known = {"target_layers": inputs.target_layers, "target_dtype": dtype}
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, **known)
     findings = conversion_findings(facts)
     notes = in_words([found for found in findings if options.flavour in ("default", found.engine)])
     manifest = _manifest(inputs, options, ranking, vocab, notes)
@@ -283,7 +284,7 @@ def _manifest(
     elif ranked is not None and ranking is not None and options.vocabulary.is_default:
         tokenizer = ranked.tokenizer
     if inputs.target is not None:
-        warnings += [*inputs.target.doubts, *position_warnings(head.config, inputs.target.config)]
+        warnings += inputs.target.doubts_of(head)
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:
