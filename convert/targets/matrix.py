@@ -27,13 +27,13 @@ from ..rows.hub_tensor import HubFile, cached_tensor, fetch_tensor, kept_tensor
 from ..sources.source import ResolvedSource
 from .lm_head import LmHead
 
-_MODEL = ("", "model.", "language_model.", "model.language_model.", "language_model.model.", "text_model.")
-# Qwen-Omni's, and DeepSeek-VL2's.
-_INNER = (*_MODEL, "thinker.", "language.")
-LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _INNER)
+# The last two are Qwen-Omni's and DeepSeek-VL2's.
+_PARTS = ("language_model.", "model.language_model.", "language_model.model.", "text_model.", "thinker.", "language.")
+_MODEL = ("", "model.", *_PARTS)
+LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _MODEL)
 """Spellings of an LM head of its own: plain, and inside multimodal models."""
 
-_TEXT = ("model.", *_INNER, "model.language_model.model.", "model.text_model.", "thinker.model.", "language.model.")
+_TEXT = ("model.", *_MODEL, "model.language_model.model.", "model.text_model.", "thinker.model.", "language.model.")
 EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 
