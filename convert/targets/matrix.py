@@ -40,7 +40,7 @@ EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the LM head's name among `names`, the embedding first where `tied`, else last; else CheckpointError."""
-    prefixes = tuple(f"{prefix}lm_head." for prefix in _INNER)
+    prefixes = tuple(f"{prefix}lm_head." for prefix in _MODEL)
     other = next((name for name in names if name.startswith(prefixes) and name not in LM_HEAD_NAMES), None)
     if not tied and other is not None:
         problem = f"{shorten(other)}: an LM head that is quantised, or has a bias, is not gathered"
