@@ -115,20 +115,22 @@ class ServeEngine(Source):
             self.running |= {answer.request: answer for answer in taken}
         return [(answer.request, answer.rules) for answer in taken]
 
-    def publish(self) -> None:
-        """See `Source`: tell the event loop of new tokens and ends."""
+    def publish(self, waits: bool = False) -> None:
+        """See `Source`: tell the event loop of first tokens and ends, and of others while this thread waits."""
         now, answers = time.perf_counter(), [*self.running.values()]
         pause_s = _PAUSE_S * sum(answer.call.is_streamed for answer in answers)
         news = list[tuple[ServedAnswer, list[int], FinishReason | None]]()
         for answer in answers:
-            tokens, reason = answer.request.token_ids[answer.num_told :], answer.request.finish_reason
-            if reason is not None:
-                del self.running[answer.request]
-            elif not tokens or (answer.num_told and now < answer.due):
+            request, since = answer.request, now - answer.sent_at
+            if request.finish_reason is not None:
+                del self.running[request]
+            elif answer.num_told == len(request.token_ids):
                 continue
-            answer.num_told += len(tokens)
-            answer.due = now + (pause_s if answer.call.is_streamed else _WHOLE_PAUSE_S)
-            news.append((answer, tokens, reason))
+            elif answer.num_told and not (waits and since >= (pause_s if answer.call.is_streamed else _WHOLE_PAUSE_S)):
+                continue
+            tokens = request.token_ids[answer.num_told :]
+            answer.num_told, answer.sent_at = len(request.token_ids), now
+            news.append((answer, tokens, request.finish_reason))
         if news:
             self._events.call_soon_threadsafe(self._tell, news)
 

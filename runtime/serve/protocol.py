@@ -91,8 +91,8 @@ class ServedAnswer:
     error: Exception | None = None
     told_at: float = 0.0
     num_told: int = 0
-    """Tokens that the engine's thread has sent, and when it may send the next."""
-    due: float = 0.0
+    """Tokens that the engine's thread has sent, the last of them at a time."""
+    sent_at: float = 0.0
     num_written: int = 0
     """Tokens that a stream has been sent."""
     has_end: bool = False
