@@ -206,7 +206,7 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
 
 
 def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
+    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, (str, Mapping)) else (stop,)
     if stops and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer. Load the model with one.")
     if not all(isinstance(text, str) and text for text in stops):

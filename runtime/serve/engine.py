@@ -122,11 +122,12 @@ class ServeEngine(Source):
         news = list[tuple[ServedAnswer, list[int], FinishReason | None]]()
         for answer in answers:
             request, since = answer.request, now - answer.sent_at
+            is_due = not answer.num_told or (
+                waits and since >= (pause_s if answer.call.is_streamed else _WHOLE_PAUSE_S)
+            )
             if request.finish_reason is not None:
                 del self.running[request]
-            elif answer.num_told == len(request.token_ids):
-                continue
-            elif answer.num_told and not (waits and since >= (pause_s if answer.call.is_streamed else _WHOLE_PAUSE_S)):
+            elif not is_due or answer.num_told == len(request.token_ids):
                 continue
             tokens = request.token_ids[answer.num_told :]
             answer.num_told, answer.sent_at = len(request.token_ids), now

@@ -6,6 +6,7 @@ A field that is not served is refused by name unless it leaves the text as it is
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -68,15 +69,12 @@ def refusal_of(error: BaseException) -> RefusedError:
     """Return what a client is told of an error."""
     if isinstance(error, RefusedError):
         return error
-    text = str(getattr(error, "detail", error))
-    if isinstance(error, (UsageError, PromptError)):
-        field = text.partition(" ")[0]
-        code = "context_length_exceeded" if isinstance(error, PromptError) and "context" in text else None
-        return RefusedError(text, code=code, param=field if field.isidentifier() and field.islower() else None)
     # Starlette's errors have a status.
     status = getattr(error, "status_code", 500)
     is_told = status < 500 or isinstance(error, EagleSlimError)
-    return RefusedError(text if is_told else f"{type(error).__name__} in the server", status)
+    return RefusedError(
+        str(getattr(error, "detail", error)) if is_told else f"{type(error).__name__} in the server", status
+    )
 
 
 @dataclass(eq=False)
@@ -218,9 +216,23 @@ class ServedCall:
 def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[str], most: int) -> ServedCall:
     """Read a client's call of a model that is served by ``names``; ``most``: answers that a call may ask for.
 
-    ``kind``: as in `ServedCall`. Raises `RefusedError`, and what `SpeculativeModel.read_requests` raises.
+    ``kind``: as in `ServedCall`. Raises `RefusedError`.
     """
     fields = _read_fields(kind, body, names)
+    try:
+        return _read_call(kind, fields, model, names, most)
+    except (PromptError, UsageError) as error:
+        text = str(error).replace("input_ids", "prompt")
+        code, param = None, next((word for word in re.findall(r"\w+", text) if word in fields), None)
+        if isinstance(error, PromptError):
+            code = "context_length_exceeded" if "context" in text else None
+            param = "messages" if kind == "chat" else "prompt"
+        raise RefusedError(text, code=code, param=param) from error
+
+
+def _read_call(
+    kind: str, fields: Mapping[str, Any], model: SpeculativeModel, names: Sequence[str], most: int
+) -> ServedCall:
     stream, with_ids = (read_flag(each, fields.get(each, False)) for each in ("stream", "return_token_ids"))
     of_stream = fields.get("stream_options", {})
     if not isinstance(of_stream, dict) or (of_stream and not stream):
@@ -228,9 +240,10 @@ def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[s
     with_usage = read_flag("include_usage", of_stream.get("include_usage") or False)
     # OpenAI's defaults.
     options = {"temperature": 1.0} | {name: fields[name] for name in _OPTIONS & fields.keys()}
-    length = fields.get("max_completion_tokens", fields.get("max_tokens", None if kind == "chat" else 16))
+    name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     # No more than the context has room for.
-    options["max_new_tokens"] = model.max_model_len if length is None else read_count("max_tokens", length, 1)
+    length = fields.get(name, model.max_model_len if kind == "chat" else 16)
+    options["max_new_tokens"] = read_count(name, length, 1)
     count = read_count("n", fields.get("n", 1), 1)
     given = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
     prompts: Any = given
@@ -259,7 +272,7 @@ def _read_fields(kind: str, body: bytes, names: Sequence[str]) -> dict[str, Any]
     except ValueError as error:
         raise RefusedError(f"The body is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise misfit("The body", "a JSON object", given)
+        raise RefusedError(f"The body must be a JSON object, got {brief(given)}.")
     fields = {name: value for name, value in given.items() if value is not None}
     if (model := fields.get("model", names[0])) not in names:
         raise RefusedError(f"There is no model {brief(model)} but {names[0]!r}.", 404, "model_not_found", "model")
@@ -284,14 +297,15 @@ def _encode_chat(model: SpeculativeModel, fields: Mapping[str, Any]) -> list[int
         raise RefusedError(f"{wrong[0]} is not served in chat_template_kwargs.", param="chat_template_kwargs")
     if fields.get("tools") and fields.get("tool_choice") != "none":
         more = {**more, "tools": fields["tools"]}
-    return encode_conversation(model.tokenizer, [_read_message(each) for each in messages], more)
+    said = [_read_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
+    return encode_conversation(model.tokenizer, said, more)
 
 
-def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_message(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates take it: its content one text, the arguments of its calls objects."""
     message, content, calls = dict(given), given.get("content"), given.get("tool_calls")
     if not isinstance(message.get("role"), str):
-        raise misfit("role of one of the messages", "a text", message.get("role"))
+        raise misfit(f"{name}.role", "a text", message.get("role"))
     message["role"] = "system" if message["role"] == "developer" else message["role"]
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -299,13 +313,13 @@ def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
         if len(texts) == len(content):
             message["content"] = "\n".join(texts)
     if not (isinstance(message.get("content"), str) or (content is None and calls)):
-        raise misfit("content of one of the messages", "text, or parts of type text", content)
+        raise misfit(f"{name}.content", "text, or parts of type text", content)
     if not calls:
-        return {name: value for name, value in message.items() if name != "tool_calls"}
+        return {key: value for key, value in message.items() if key != "tool_calls"}
     try:
         return {**message, "tool_calls": [_read_tool_call(each) for each in calls]}
     except (KeyError, TypeError, ValueError) as error:
-        raise misfit("tool_calls of one of the messages", "as OpenAI gives them", calls) from error
+        raise misfit(f"{name}.tool_calls", "as OpenAI gives them", calls) from error
 
 
 def _read_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
