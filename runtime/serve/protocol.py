@@ -30,22 +30,12 @@ _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 _OPTIONS = _SAMPLING | {"repetition_penalty", "stop", "ignore_eos"}
 """Fields that are options of `generate` by the same name."""
 _SERVED = _OPTIONS | {"model", "max_tokens", "n", "seed", "stream", "stream_options", "return_token_ids"}
-_OF_KIND = {
-    "chat": {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"},
-    "text": {"prompt"},
-}
+_OF_KIND = {"text": {"prompt"}, "chat": {"messages", "max_completion_tokens", "tools", "chat_template_kwargs"}}
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("logprobs", "echo"), (False,)),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
-    "best_of": (1,),
-    "suffix": ("",),
-}
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,))
+_NEUTRAL |= {"logprobs": (False,), "echo": (False,), "logit_bias": ({},), "response_format": ({"type": "text"},)}
+_NEUTRAL |= {"modalities": (["text"],), "tool_choice": ("auto", "none"), "best_of": (1,), "suffix": ("",)}
 """Values that ask for nothing, of fields that are refused otherwise."""
 _REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
@@ -71,10 +61,9 @@ def refusal_of(error: BaseException) -> RefusedError:
         return error
     # Starlette's errors have a status.
     status = getattr(error, "status_code", 500)
-    is_told = status < 500 or isinstance(error, EagleSlimError)
-    return RefusedError(
-        str(getattr(error, "detail", error)) if is_told else f"{type(error).__name__} in the server", status
-    )
+    if status >= 500 and not isinstance(error, EagleSlimError):
+        return RefusedError(f"{type(error).__name__} in the server", status)
+    return RefusedError(str(getattr(error, "detail", error)), status)
 
 
 @dataclass(eq=False)
@@ -242,15 +231,13 @@ def _read_call(
     options = {"temperature": 1.0} | {name: fields[name] for name in _OPTIONS & fields.keys()}
     name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     # No more than the context has room for.
-    length = fields.get(name, model.max_model_len if kind == "chat" else 16)
-    options["max_new_tokens"] = read_count(name, length, 1)
+    options["max_new_tokens"] = read_count(name, fields.get(name, model.max_model_len if kind == "chat" else 16), 1)
     count = read_count("n", fields.get("n", 1), 1)
-    given = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
-    prompts: Any = given
-    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
-        prompts = [given]
-    elif not isinstance(given, list) or not given or not all(isinstance(each, (str, list)) for each in given):
-        raise misfit("prompt", "a text, a list of token ids, or a list of either", given)
+    prompts: Any = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    elif not isinstance(prompts, list) or not prompts or not all(isinstance(each, (str, list)) for each in prompts):
+        raise misfit("prompt", "a text, a list of token ids, or a list of either", prompts)
     if len(prompts) * count > most:
         raise misfit("n", f"such that a call has at most {most} answers", count)
     name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
@@ -314,10 +301,9 @@ def _read_message(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             message["content"] = "\n".join(texts)
     if not (isinstance(message.get("content"), str) or (content is None and calls)):
         raise misfit(f"{name}.content", "text, or parts of type text", content)
-    if not calls:
-        return {key: value for key, value in message.items() if key != "tool_calls"}
+    message.pop("tool_calls", None)
     try:
-        return {**message, "tool_calls": [_read_tool_call(each) for each in calls]}
+        return {**message, "tool_calls": [_read_tool_call(each) for each in calls]} if calls else message
     except (KeyError, TypeError, ValueError) as error:
         raise misfit(f"{name}.tool_calls", "as OpenAI gives them", calls) from error
 
