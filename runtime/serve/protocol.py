@@ -21,15 +21,16 @@ from ..api.options import read_count, read_flag
 from ..api.prompts import encode_conversation
 from ..api.request import FinishReason, Request
 from ..errors import PromptError, UsageError, brief, misfit
+from ..settings import SamplingConfig
 from ..step.plan import CallRules
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
-_OPTIONS = _SAMPLING | {"repetition_penalty", "stop", "ignore_eos"}
+_OPTIONS = {"repetition_penalty", "stop", "ignore_eos"}
 """Fields that are options of `generate` by the same name."""
-_SERVED = _OPTIONS | {"model", "max_tokens", "n", "seed", "stream", "stream_options", "return_token_ids"}
+_SERVED = _SAMPLING | _OPTIONS | {"model", "max_tokens", "n", "seed", "stream", "stream_options", "return_token_ids"}
 _OF_KIND = {"text": {"prompt"}, "chat": {"messages", "max_completion_tokens", "tools", "chat_template_kwargs"}}
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
@@ -226,9 +227,11 @@ def _read_call(
     of_stream = fields.get("stream_options", {})
     if not isinstance(of_stream, dict) or (of_stream and not stream):
         raise misfit("stream_options", "an object, beside stream = true", of_stream)
-    with_usage = read_flag("include_usage", of_stream.get("include_usage") or False)
+    with_usage = read_flag("stream_options.include_usage", of_stream.get("include_usage") or False)
     # OpenAI's defaults.
-    options = {"temperature": 1.0} | {name: fields[name] for name in _OPTIONS & fields.keys()}
+    drawn = {"temperature": 1.0, "seed": secrets.randbelow(2**63)} | fields
+    sampling = SamplingConfig(**{name: drawn[name] for name in (*_SAMPLING, "seed") if name in drawn})
+    options = {name: fields[name] for name in _OPTIONS & fields.keys()}
     name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     # No more than the context has room for.
     options["max_new_tokens"] = read_count(name, fields.get(name, model.max_model_len if kind == "chat" else 16), 1)
@@ -239,15 +242,15 @@ def _read_call(
     elif not isinstance(prompts, list) or not prompts or not all(isinstance(each, (str, list)) for each in prompts):
         raise misfit("prompt", "a text, a list of token ids, or a list of either", prompts)
     if len(prompts) * count > most:
-        raise misfit("n", f"such that a call has at most {most} answers", count)
+        raise UsageError(f"prompt and n ask for {len(prompts) * count} answers; a call has at most {most}.")
     name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
     shared = {"id": name, "created": int(time.time()), "model": fields.get("model", names[0])}
-    if options["temperature"] == 0:
-        options = {name: options[name] for name in options.keys() - _SAMPLING}
+    if sampling.is_greedy:
         prompts = [prompt for prompt in prompts for _ in range(count)]
     else:
-        shared["seed"] = fields.get("seed", secrets.randbelow(2**63))
-        options |= {"seed": [shared["seed"]] * len(prompts), "num_return_sequences": count}
+        shared["seed"] = sampling.seed
+        options |= {name: drawn[name] for name in _SAMPLING & drawn.keys()}
+        options |= {"seed": [sampling.seed] * len(prompts), "num_return_sequences": count}
     answers = [ServedAnswer(*each) for each in model.read_requests(prompts, options)]
     return ServedCall(kind, answers, count, shared, stream, with_usage, with_ids)
 
