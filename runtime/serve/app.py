@@ -190,7 +190,8 @@ def _response(body: Any, status: int = 200, headers: Any = None, kind: str = "ap
 async def _refuse(request: Any, error: Exception) -> Any:
     """Return the response to a call that is refused or has failed."""
     refusal = refusal_of(error)
-    # The field is a client's text.
-    field = "" if refusal.param is None else brief(refusal.param)
-    _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {field}")
+    if not refusal.is_logged:
+        # The field is a client's text.
+        field = "" if refusal.param is None else brief(refusal.param)
+        _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {field}")
     return _response(refusal.body(), refusal.status, refusal.headers)

@@ -44,6 +44,9 @@ _REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "cont
 class RefusedError(EagleSlimError):
     """A call that is not served; ``status`` is HTTP's, ``param`` the field, ``headers`` of the response."""
 
+    is_logged = False
+    """Whether the call has had its line of the log."""
+
     def __init__(
         self, message: str, status: int = 400, code: str | None = None, param: str | None = None, **headers: str
     ) -> None:
@@ -143,10 +146,10 @@ class ServedCall:
     def check(self) -> None:
         """Raise `RefusedError` if an answer has ended before it was whole."""
         ended = {answer.finish_reason: answer.error for answer in self.answers}
-        if error := ended.get("fault"):
-            raise refusal_of(error)
-        if "cancelled" in ended:
-            raise RefusedError("The server ends.", 503)
+        if (error := ended.get("fault")) or "cancelled" in ended:
+            refusal = refusal_of(error or RefusedError("The server ends.", 503))
+            refusal.is_logged = True
+            raise refusal
 
     def usage(self) -> dict[str, Any]:
         """Count tokens as OpenAI does: the prompt of several answers once."""
