@@ -70,6 +70,8 @@ def atomic_directory(
 def check_output(out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*") -> None:
     """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written."""
     out = _real(out)
+    if not out.name:
+        raise _unwritable(out, "it is the root of all folders")
     parent = _parent_of(out)
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
         raise _unwritable(out, f"{parent} is not a folder that you may write to")

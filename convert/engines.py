@@ -37,6 +37,9 @@ _NOT_LOADED: Mapping[str, tuple[str, ...]] = {
 }
 """Optional parts of an EAGLE-3 head that an engine does not load, or refuses."""
 
+_EAGLE1_IN_VLLM = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
+"""Names of vLLM's class of EAGLE-1/2 heads whose layer is Llama's, or Qwen2's with its biases (`registry.py`)."""
+
 _NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate if transformers has it, else correct hidden_act"
@@ -188,6 +191,8 @@ def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str
     # Of EAGLE-1/2 SGLang needs the ending; vLLM prefixes the name, and does not know it with one.
     if (kind, flavour) == ("eagle", "sglang"):
         return "Qwen2ForCausalLMEagle" if architecture.startswith("Qwen2") else "LlamaForCausalLMEagle"
+    if kind == "eagle" and architecture not in _EAGLE1_IN_VLLM and not architecture.endswith("Eagle"):
+        return _EAGLE1_IN_VLLM[0]
     return architecture
 
 
@@ -237,8 +242,9 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Fault]:
             yield "error", "the norms of q and k raise ValueError with an EAGLE-1/2 head", ""
         if sliding_window(head.config) is not None:
             yield "error", "layer_types raises AssertionError with an EAGLE-1/2 head", ""
-        if name.endswith("Eagle"):
-            yield "error", f"class {name} does not exist there", "convert without --for sglang"
+        if name not in _EAGLE1_IN_VLLM:
+            way = "convert without --for sglang, a head whose own config.json does not say so"
+            yield "error", f"class {name or 'without a name'} does not exist there", way
         if head.nonzero_fc_bias:
             yield "warning", "fc.bias is dropped, so fewer drafts are accepted", "serve this head with SGLang"
     else:

@@ -71,6 +71,11 @@ _DROPPED = (
     (re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"), "recomputed from the configuration"),
 )
 
+_NOT_IN_EAGLE1 = {
+    LM_HEAD: "every engine uses the target's LM head",
+    "layers.0.input_layernorm.weight": "no engine normalises the input of the first layer",
+}
+
 OTHER_DRAFTS = {
     "medusa": ("a Medusa head", 'in vLLM ("method": "medusa")'),
     "mlpspeculator": (
@@ -166,8 +171,8 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
     stored, dropped = dict[str, str](), dict[str, str]()
     for name, short in bare.items():
         reason = next((why for pattern, why in _DROPPED if pattern.fullmatch(short)), None)
-        if reason is None and kind == "eagle" and short == LM_HEAD:
-            reason = "every engine uses the target's LM head with EAGLE-1/2, and vLLM refuses a file that has one"
+        if reason is None and kind == "eagle" and short in _NOT_IN_EAGLE1:
+            reason = f"{_NOT_IN_EAGLE1[short]} with EAGLE-1/2, and vLLM refuses a file that has one"
         if reason is not None:
             dropped[name] = reason
             continue

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, get_args
 
-from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.errors import UsageError, check_choice
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking import check_share
 
@@ -63,6 +63,8 @@ class ConvertOptions:
         if self.out == "":
             raise UsageError("--out: the name is empty. Name the folder to write.")
         clean_subfolder(self.subfolder)
+        check_choice("flavour", self.flavour, get_args(Flavour))
+        check_choice("d2t_form", self.d2t_form, get_args(D2tForm))
 
     @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:

@@ -282,7 +282,7 @@ def _manifest(
     elif ranked is not None and ranking is not None and options.vocabulary.is_default:
         tokenizer = ranked.tokenizer
     if inputs.target is not None:
-        warnings += position_warnings(head.config, inputs.target.config)
+        warnings += [*inputs.target.doubts, *position_warnings(head.config, inputs.target.config)]
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:

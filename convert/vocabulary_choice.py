@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts, mixed_weights
 from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
-from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.errors import UsageError, check_choice
 from eagle_slim.vocab_tools.files import check_named
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.ranking import check_floors, rank_by_order, rank_vocabulary
@@ -57,6 +57,8 @@ class VocabRequest:
     def __post_init__(self) -> None:
         for path in (self.token_map, *self.counts):
             check_named(path)
+        check_choice("order", self.order, (None, "ids"))
+        check_choice("force_added", self.force_added, ("chat", "all"))
         given = {
             "--counts": self.counts,
             "--token-map": self.token_map,
@@ -183,7 +185,9 @@ def make_ranking(
         why = "the vocabulary cannot be ranked without one"
         if request.token_map is not None:
             why = "--force-added all keeps its added tokens"
-        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\nName one with --tokenizer.")
+        made = "AutoTokenizer.from_pretrained(TARGET).save_pretrained(FOLDER)"
+        advice = f"Name one with --tokenizer. From files of another form transformers makes one: {made}."
+        raise UsageError.at(head.location, f"no tokenizer.json is at hand, and {why}.\n{advice}")
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer)
     assert tokenizer is not None

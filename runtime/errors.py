@@ -1,9 +1,8 @@
 """Errors and warnings of the runtime, by what a user can do about them."""
 
-from collections.abc import Collection
-
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
+from eagle_slim.vocab_tools.errors import check_choice as check_choice
 from eagle_slim.vocab_tools.errors import page
 
 _LONGEST = 100
@@ -83,10 +82,3 @@ def brief(value: object) -> str:
 def misfit(name: str, expected: object, found: object) -> UsageError:
     """Return the error for an option, a field or a tensor that cannot be what it is."""
     return UsageError(f"{name} must be {expected}, got {brief(found)}.")
-
-
-def check_choice(option: str, value: object, choices: Collection[object]) -> None:
-    """Raise `UsageError` for a value that is none of ``choices``."""
-    if value not in choices:
-        names = ", ".join(map(repr, choices))
-        raise UsageError(f"{option} = {value!r} is unknown; expected one of {names}.")

@@ -103,12 +103,15 @@ class _Session:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
         from transformers import TextStreamer
 
+        from .api.prompts import has_channels
+
         self.messages.append({"role": "user", "content": prompt})
         ids = prompt if self.raw else self.model.encode_chat(self.messages)
         streamer = None
         # A stop string is cut off the answer, which is therefore printed when it is complete.
         if not as_json and "stop" not in self.options:
-            streamer = TextStreamer(self.model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            tokenizer = self.model.tokenizer
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=not has_channels(tokenizer))
         output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)
         result = output.results[0]
         self.messages.append({"role": "assistant", "content": result.text or ""})

@@ -572,7 +572,7 @@ def pair(
         # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
         head = replace(head, head=head.head.without_padding(int(text_config.vocab_size)))
         draft_ids = head.choose(draft_vocab)
-    loaded, tokenizer_hash = target.load_tokenizer()
+    loaded, tokenizer_hash = target.load_tokenizer(is_needed=tokenizer is None)
     tokenizer_hash = check_tokenizers(head, str(target), tokenizer_hash, tokenizer)
     check_vocabulary(draft_vocab, tokenizer_hash, str(target))
     taps = resolve_tap_layers(head.head, int(text_config.num_hidden_layers))

@@ -23,7 +23,7 @@ OTHERS = ("benchmarks", "examples", "tests")
 # `<` before it, and nothing of its own floor. A file that stands higher than its folder is named with it.
 ORDER = {
     "vocab_tools": """
-        errors compat < messages < hub < files < common_cli < target tokenizer < chats encoding < forced records
+        errors compat < messages < hub < files < common_cli < target < tokenizer < chats encoding < forced records
         < counts sources < workers < ray_workers < counting vocabulary < count_cli < floors token_maps < ranking
         < coverage < show < cli
     """,

@@ -68,8 +68,23 @@ def test_the_pages_that_messages_name_are_in_the_wheel(installed: Path) -> None:
     paths = "import sys; from eagle_slim.vocab_tools.errors import page; print(*map(page, sys.argv[1:]), sep='\\n')"
     told = [Path(line) for line in python(installed, "-c", paths, *sorted(named)).splitlines()]
     assert told == [installed / name for name in sorted(named)]
-    for path in (*told, *(installed / page.relative_to(ROOT) for page in (ROOT / "docs").glob("*.md"))):
-        assert path.read_text("utf-8") == (ROOT / path.relative_to(installed)).read_text("utf-8")
+
+
+def test_pages_are_the_clone_s_and_have_no_link_that_leads_nowhere(installed: Path) -> None:
+    link = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+    pages = {path.relative_to(installed).as_posix(): path for path in installed.rglob("*.md")}
+    assert set(pages) >= {"convert/FORMAT.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))}
+    outside = set()
+    for name, path in pages.items():
+        text = path.read_text("utf-8")
+        targets = [target.partition("#")[0] for _, target in link.findall(text) if "://" not in target]
+        assert [target for target in targets if not (path.parent / target).exists()] == []
+        # Of what stays in the clone a reader learns the path.
+        path_there = r" \(`([\w/.-]+)` of the repository\)"
+        assert [told for told in re.findall(path_there, text) if not (ROOT / told).exists()] == []
+        outside |= set(re.findall(path_there, text))
+        assert re.sub(path_there, "", link.sub(r"\1", text)) == link.sub(r"\1", (ROOT / name).read_text("utf-8"))
+    assert {told.split("/")[0] for told in outside} == {"CONTRIBUTING.md", "benchmarks", "tests"}
 
 
 def test_the_description_has_no_link_that_leads_nowhere(installed: Path) -> None:

@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from .chats import chat_spec
 from .counts import JSON, HeldOut, SourceCounts, TokenCounts
 from .encoding import TokenizerLibrary, choose_library, encoder_spec, name_and_version
-from .errors import CorpusError, UsageError
+from .errors import CorpusError, UsageError, check_choice
 from .ray_workers import ray_tasks
 from .records import BadRecord
 from .sources import CorpusSource, OpenSource, open_source
@@ -66,6 +66,9 @@ def count_tokens(
     say = notify or (lambda message: None)
     if not 0 <= held_out < 1:
         raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
+    check_choice("run_on", run_on, ("local", "ray"))
+    check_choice("on_error", on_error, ("stop", "skip"))
+    check_choice("tokenizer_library", tokenizer_library, ("auto", *get_args(TokenizerLibrary)))
     if not sources:
         raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
     names = [source.name for source in sources]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,8 +48,19 @@ class TokenizerError(EagleSlimError):
     """A tokenizer is missing, unusable, or differs from the one the data was made with."""
 
 
+class MissingTokenizerFileError(TokenizerError):
+    """A tokenizer has no tokenizer.json, perhaps files of another form."""
+
+
 class VocabularyError(EagleSlimError):
     """Counts, a ranking or a token map break a rule of their format."""
+
+
+def check_choice(option: str, value: object, choices: Collection[object]) -> None:
+    """Raise `UsageError` for a value that is none of `choices`."""
+    if value not in choices:
+        names = ", ".join(map(repr, choices))
+        raise UsageError(f"{option} = {value!r} is unknown; expected one of {names}.")
 
 
 def printable(text: str) -> str:

@@ -46,7 +46,7 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
         regular_file(path, UsageError)
         if not force:
             raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
-    folder = path.absolute().parent
+    folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         raise UsageError(f"{path}: the folder {folder} does not exist.")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -55,8 +55,8 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
 
 
 def write_file(path: str | Path, data: bytes) -> None:
-    """Write bytes so that a reader, or a killed writer, sees the old file or the new one; raises OSError."""
-    path = Path(path).absolute()
+    """Write bytes so that a reader, or a killed writer, sees the old file or the new one; follows links; OSError."""
+    path = Path(os.path.realpath(path))
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("xb") as file:

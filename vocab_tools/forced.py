@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chats import ChatSpec, ChatTemplate
-from .errors import UsageError
+from .errors import UsageError, check_choice
 from .messages import ChatError
 from .tokenizer import LoadedTokenizer
 
@@ -63,6 +63,7 @@ def forced_ids(
 
     Raises UsageError for an `extra` id that no token has.
     """
+    check_choice("force_added", force_added, ("chat", "all"))
     # Of each id its reasons, each once.
     reasons: dict[int, dict[str, None]] = {}
     warnings: list[str] = []

@@ -132,7 +132,7 @@ def _value(line: bytes, column: str | None) -> Any:
             # The standard library accepts NaN, and its messages say more.
             row = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        return BadRecord(f"not JSON: {error}")
+        return BadRecord(f"not JSON: {error}; one record a line is expected")
     if not isinstance(row, dict):
         return BadRecord(f"expected a JSON object, found {type(row).__name__}")
     if column is None or column in row:
@@ -242,8 +242,11 @@ def rows_blocks(
     first = 0
     for table in itertools.chain(tables, [None]):
         if table is not None:
-            if column and column not in table.schema.names:
-                raise CorpusError(f"{where}: no column {column!r}; it has {', '.join(table.schema.names)}.")
+            names = table.schema.names
+            if column and column not in names:
+                raise CorpusError(f"{where}: no column {column!r}; it has {', '.join(names)}.")
+            if len({*names}) < len(names):
+                raise CorpusError(f"{where}: two columns have one name, of {', '.join(names)}. Rename one of them.")
             values = table.column(column) if column else table.to_struct_array()
             chunks.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
         if chunks and (table is None or sum(chunk.nbytes for chunk in chunks) >= BLOCK_BYTES):

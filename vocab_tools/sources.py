@@ -23,7 +23,7 @@ from typing import Any, Literal
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
-from .messages import ChatError, messages_in_text, normalise_messages
+from .messages import ChatError, kind_of, messages_in_text, normalise_messages
 from .records import BATCH_ROWS, PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
@@ -370,7 +370,8 @@ def _first_row(opened: OpenSource) -> dict[str, Any]:
 
 def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:
     """Return the column to read and its kind, by the source's setting or a row of `_first_row`."""
-    has = f"The records have {', '.join(row)}."
+    names = (name if isinstance(value, str) else f"{name} ({kind_of(value)})" for name, value in row.items())
+    has = f"The records have {', '.join(names)}."
     if source.column is not None:
         if source.column not in row:
             raise UsageError(f"{source.location}: there is no column {source.column!r}. {has}")

@@ -11,6 +11,8 @@ from .files import expand_home, read_object
 from .hub import find_folder
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
+# Of multimodal targets: transformers' name, InternVL's, DeepSeek-VL's, and Qwen-Omni's, which holds the first.
+_LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ def read_target(source: str, offline: bool = False) -> TargetConfig:
     config = read_object(folder / _CONFIG, SourceError)
     generation = read_object(folder / _GENERATION, SourceError) if (folder / _GENERATION).is_file() else {}
     eos_ids: set[int] = set()
-    for part in (*_parts(config), generation):
+    for part in (*language_configs(config), generation):
         value = part.get("eos_token_id")
         eos_ids.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
-    sizes = [part["vocab_size"] for part in _parts(config) if type(part.get("vocab_size")) is int]
+    sizes = [part["vocab_size"] for part in language_configs(config) if type(part.get("vocab_size")) is int]
     return TargetConfig(source, sizes[0] if sizes else None, says_tied(config), tuple(sorted(eos_ids)))
 
 
@@ -43,10 +45,14 @@ def says_tied(config: Mapping[str, Any]) -> bool | None:
 
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
-    values = {part["tie_word_embeddings"] for part in _parts(config) if type(part.get("tie_word_embeddings")) is bool}
+    said = (part.get("tie_word_embeddings") for part in language_configs(config))
+    values = {value for value in said if type(value) is bool}
     return values.pop() if len(values) == 1 else None
 
 
-def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what describes the language model: the configuration, and its text_config."""
-    return [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+def language_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what describes the language model: the configuration, then the part of a multimodal one that does."""
+    parts = [config]
+    while inner := [part for key in _LANGUAGE if isinstance(part := parts[-1].get(key), Mapping)]:
+        parts.append(inner[0])
+    return parts

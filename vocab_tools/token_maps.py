@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import UsageError, VocabularyError, errors_of
+from .errors import UsageError, VocabularyError, check_choice, errors_of
 from .files import check_named, read_json, read_text, regular_file, write_file
 from .forced import forced_ids
 from .target import TargetConfig
@@ -347,6 +347,7 @@ def export_token_map(
     fewer rows; OSError where the file cannot be written.
     """
     path = Path(path)
+    check_choice("--for", loader, LOADERS)
     endings, is_ranked = _FORMS[loader]
     if path.suffix not in endings:
         raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(endings)}.")

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SourceError, TokenizerError, UsageError
+from .errors import MissingTokenizerFileError, SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
 from .hub import find_folder
+from .target import language_configs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -233,7 +234,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if not file.is_file():
         way = f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER"
         advice = f"Make one with transformers, where you trust the code of the repository: {way}."
-        raise TokenizerError(f"{source}: no {_TOKENIZER}. {advice}")
+        raise MissingTokenizerFileError(f"{source}: no {_TOKENIZER}. {advice}")
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
@@ -299,8 +300,7 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
 
 
 def _generation_config(generation: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    text_config = config.get("text_config")
-    for source in (config, text_config if isinstance(text_config, dict) else {}):
+    for source in language_configs(config):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if generation.get(key) is None and source.get(key) is not None:
                 generation[key] = source[key]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
-from eagle_slim.vocab_tools.errors import VocabularyError
+from eagle_slim.vocab_tools.errors import VocabularyError, check_choice
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t
 from numpy.typing import NDArray
@@ -64,6 +64,7 @@ def open_head(
     head or a tensor that is not converted, MismatchError where configuration and tensors disagree, or a map breaks its
     rules.
     """
+    check_choice("d2t_form", d2t_form, get_args(D2tForm))
     if not isinstance(source, ResolvedSource):
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
     # A draft of another kind is called by its name even where its weights have unusual ones.

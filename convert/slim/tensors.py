@@ -94,9 +94,11 @@ def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
     if head.config["mlp_bias"]:
         config["mlp_bias"] = True
     architectures = config.get("architectures")
-    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "LlamaForCausalLM"
-    written = flavoured_architecture("eagle", flavour, architecture)
-    return config if written == architecture else {**config, "architectures": [written]}
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else None
+    written = flavoured_architecture("eagle", flavour, named or "LlamaForCausalLM")
+    # vLLM would build Qwen2's configuration, whose layer types it cannot look up.
+    more = {"model_type": "llama"} if flavour == "default" and written != named else {}
+    return {**config, "architectures": [written], **more}
 
 
 def _in_own_form(head: DraftHead, draft_vocab: int) -> dict[str, Any]:

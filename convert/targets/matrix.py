@@ -28,10 +28,12 @@ from ..sources.source import ResolvedSource
 from .lm_head import LmHead
 
 _MODEL = ("", "model.", "language_model.", "model.language_model.", "language_model.model.", "text_model.")
+# Qwen-Omni's, and DeepSeek-VL2's.
+_MODEL += ("thinker.", "language.")
 LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _MODEL)
 """Spellings of an LM head of its own: plain, and inside multimodal models."""
 
-_TEXT = ("model.", *_MODEL, "model.language_model.model.", "model.text_model.")
+_TEXT = ("model.", *_MODEL, "model.language_model.model.", "model.text_model.", "thinker.model.", "language.model.")
 EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home, read_object
+from eagle_slim.vocab_tools.target import language_configs
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import MAX_PADDING
 
@@ -46,6 +47,13 @@ class HeadTarget:
         """Number of decoder layers, or None where the configuration does not say."""
         found = self.config.get("num_hidden_layers")
         return found if isinstance(found, int) else None
+
+    @property
+    def doubts(self) -> list[str]:
+        """A warning where the configuration lacks sizes that a head is compared with."""
+        lacking = [key for key in ("hidden_size", "num_hidden_layers") if self.config.get(key) is None]
+        what = f"config.json of the target {self.name} names no {' and no '.join(lacking)}"
+        return [f"{what}, with which the head would be compared"] if lacking else []
 
 
 def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
@@ -110,13 +118,12 @@ def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
 def open_tokenizer(
     given: str | Path | None, target: HeadTarget | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
-    """Load the tokenizer that is given, else the target's own; None where there is neither.
+    """Load the tokenizer that is given, else the tokenizer.json of the target; None where there is neither.
 
     Raises TokenizerError, and MismatchError where its hash or its number of tokens is not the target's.
     """
     of_target = None
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if target is not None and any((target.source.folder / name).is_file() for name in names):
+    if target is not None and (target.source.folder / "tokenizer.json").is_file():
         # Under the target's name, since nobody knows the cache folder that holds it.
         of_target = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
     tokenizer = of_target if given is None else or_built_in(given, partial(load_tokenizer, offline=offline))
@@ -144,8 +151,7 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
 
 def _config(source: ResolvedSource) -> dict[str, Any]:
     config = read_object(source.folder / "config.json", SourceError)
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    config = {key: value for part in language_configs(config) for key, value in part.items()}
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):

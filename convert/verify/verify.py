@@ -150,7 +150,7 @@ class _SourceChecks:
         sizes = {key: found.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
         others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
         problems = [f"the manifest records {key} {recorded[key]}, it is {sizes[key]}" for key in others]
-        doubts = position_warnings(parts.head.config, found.config)
+        doubts = [*found.doubts, *position_warnings(parts.head.config, found.config)]
         if doubts and not problems:
             return "warning", "; ".join(doubts)
         return settled(f"{found.name}: widths, vocabulary and tap layers fit", *problems)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from numbers import Integral
 from typing import Any
 
+from eagle_slim.vocab_tools.messages import json_value
 from torch import Tensor
 
 from ..errors import PromptError, UsageError, brief, misfit
@@ -118,11 +120,37 @@ def encode_conversation(
         if len(said) > 1 and any(each.get("role") == "system" for each in said):
             raise UsageError("messages: the tokenizer has no chat template for a system message. Leave that out.")
         return encode_text(tokenizer, content)
+    if has_channels(tokenizer):
+        said = [_out_of_channels(each) for each in said]
     try:
         text = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, tokenize=False, **variables or {})
     except Exception as error:  # a template is a program of its own
         raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
     return encode_text(tokenizer, text, add_special_tokens=False)
+
+
+def has_channels(tokenizer: Any) -> bool:
+    """Return whether a chat's answers have channels, which special tokens open, as gpt-oss' (Harmony) have."""
+    return "<|channel|>" in str(getattr(tokenizer, "chat_template", None))
+
+
+def _out_of_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sort an answer as generated into the fields of gpt-oss' template, which refuses channels in a text."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or "<|message|>" not in content:
+        return message
+    said, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for part in re.split(r"<\|(?:end|call|return)\|>", content):
+        header, _, words = part.partition("<|message|>")
+        if called := re.search(r"to=functions\.([\w.-]+)", header):
+            calls.append({"type": "function", "function": {"name": called[1], "arguments": json_value(words, words)}})
+        else:
+            (thoughts if "<|channel|>analysis" in header else said).append(words)
+    if calls:
+        # Beside a call the template takes thoughts or words, not both.
+        thoughts, said = [*thoughts, *said], []
+    more = {"thinking": "\n".join(filter(None, thoughts)), "tool_calls": calls}
+    return {**message, "content": "".join(said), **{name: found for name, found in more.items() if found}}
 
 
 def _is_read(name: Any, value: Any) -> bool:

@@ -55,7 +55,7 @@ def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
     cls=EagleCommand,
     epilog="""\b
 Examples:
-  eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,4096 --out out/compare
+  eagle-compare --prompts prompts.jsonl --sizes full,16384,4096 --out out/compare
   eagle-compare slim --head other --tree 5,10,60 --tree 3,1,4 --batch 1,4,16 --prompts prompts.txt --json
   OMP_NUM_THREADS=1 eagle-compare --device cpu --dtype bfloat16 --prompts prompts.txt --sizes 4096 --tree 4,4,16""",
 )

@@ -29,13 +29,13 @@ IDLE_S = 60.0
 
 
 class Worker:
-    """Compiles up to ``most`` jobs at a time, in the order in which they came.
+    """Compiles up to ``max_jobs`` jobs at a time, in the order in which they came.
 
     Receives pairs of a number and a `Job`; sends the number of each that has ended, and why it failed, or None.
     """
 
-    def __init__(self, pipe: Connection, most: int) -> None:
-        self._pipe, self._most = pipe, most
+    def __init__(self, pipe: Connection, max_jobs: int) -> None:
+        self._pipe, self._max_jobs = pipe, max_jobs
         self._waiting: deque[tuple[int, Job]] = deque()
         self._running: dict[Connection, tuple[int, int]] = {}
 
@@ -43,7 +43,7 @@ class Worker:
         """Work until the other side closes the pipe, or has nothing to do for `IDLE_S`."""
         is_open = True
         while is_open or self._running:
-            while is_open and self._waiting and len(self._running) < self._most:
+            while is_open and self._waiting and len(self._running) < self._max_jobs:
                 self._begin(*self._waiting.popleft())
             sources = [*self._running, *([self._pipe] if is_open else [])]
             ready = wait(sources, None if self._running else IDLE_S)
@@ -106,11 +106,11 @@ def begin(capability: int) -> None:
 
 def main() -> None:
     """Compile for the process at the other end of a pipe."""
-    descriptor, capability, most = map(int, sys.argv[1:])
+    descriptor, capability, max_jobs = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     begin(capability)
-    Worker(Connection(descriptor), most).run()
+    Worker(Connection(descriptor), max_jobs).run()
 
 
 if __name__ == "__main__":

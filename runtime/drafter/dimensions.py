@@ -157,14 +157,14 @@ class DrafterConfig:
     @property
     def cache_rows(self) -> int:
         """Rows of the KV cache per slot."""
-        if self.held_pairs is None:
+        if self.cached_pairs is None:
             return self.max_positions
         ahead = self.tree_rows + self.tree.new_tokens_width + WINDOW_MARGIN
-        return min(self.max_positions, self.held_pairs + ahead)
+        return min(self.max_positions, self.cached_pairs + ahead)
 
     @property
-    def held_pairs(self) -> int | None:
-        """Last pairs of a sequence that the KV cache surely holds; None for all."""
+    def cached_pairs(self) -> int | None:
+        """Last pairs of a sequence that are surely in the KV cache; None for all."""
         return (
             self.window_sinks + self.sliding_window + WINDOW_MARGIN
             if self.holds_window and self.sliding_window

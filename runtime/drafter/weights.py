@@ -218,9 +218,6 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
         for name in tensors:
             if name.startswith(("self_attn.q_", "self_attn.k_")):
                 tensors[name] = rotated_first(tensors[name], head_dim, rotated)
-    if head.kind == "eagle":
-        # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
-        tensors.pop("input_layernorm.weight", None)
     lm_head = gather_lm_head_rows(head, target, draft_ids)
     _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(

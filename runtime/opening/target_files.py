@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from eagle_slim.vocab_tools.errors import EagleSlimError
+from eagle_slim.vocab_tools.errors import EagleSlimError, MissingTokenizerFileError
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from torch import nn
 
 from ..errors import DeviceMemoryError, TargetError, UsageError, check_choice
@@ -177,7 +177,10 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
         return None, None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    loaded = load_tokenizer(str(target), revision=revision, offline=offline)
+    loaded: LoadedTokenizer | None = None
+    # From files of another form, such as SentencePiece's, transformers makes one.
+    with suppress(MissingTokenizerFileError):
+        loaded = load_tokenizer(str(target), revision=revision, offline=offline)
     where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
     with _naming(target):
         try:
@@ -187,4 +190,6 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
                 raise
             # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
-    return tokenizer, loaded.tokenizer_hash
+    if loaded is None and (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        loaded = LoadedTokenizer(backend, str(target))
+    return tokenizer, None if loaded is None else loaded.tokenizer_hash

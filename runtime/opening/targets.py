@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from ..compiling.pool import pool_for
-from ..errors import UsageError, check_choice, misfit
+from ..errors import TargetError, UsageError, check_choice, misfit
 from ..settings import explain_unknown
 from ..target.fp8_forms import Fp8Form
 from ..target.location import given_target
@@ -47,11 +47,19 @@ class OpenedTarget:
             return self.model
         return load_target(self.location, self.dtype, self.device, self.revision, self.offline, self.config, self.form)
 
-    def load_tokenizer(self) -> tuple[Any | None, str | None]:
-        """Load the tokenizer beside the weights and its hash; (None, None) where there is none."""
+    def load_tokenizer(self, is_needed: bool = True) -> tuple[Any | None, str | None]:
+        """Load the tokenizer beside the weights and its hash; (None, None) where there is none.
+
+        Where it is not needed, as another is given, so too for one that transformers cannot load (else TargetError).
+        """
         if self.model is not None:
             return None, None
-        return load_tokenizer_and_hash(self.location, self.revision, self.offline)
+        try:
+            return load_tokenizer_and_hash(self.location, self.revision, self.offline)
+        except TargetError:
+            if is_needed:
+                raise
+            return None, None
 
 
 @explain_unknown({})

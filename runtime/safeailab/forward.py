@@ -18,10 +18,10 @@ from ..errors import UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
 from ..target.cache import KVCache
-from ..target.fused import FusedTarget
+from ..target.fused import Choice, FusedTarget, choose_forward
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
-from ..target.known import Choice, choose_forward, unfit_calls
+from ..target.known import unfit_calls
 from ..tree import Trees
 from .drafting import captured
 from .reading import kind_of, rotary_of

@@ -123,12 +123,12 @@ class Decoders:
         self.kept = []
 
     def run(self, act: Callable[[], Result]) -> Result:
-        """Run a call with the model held (`TargetModel.held`).
+        """Run a call with the model held (`TargetModel.for_call`).
 
         Raises `DeviceMemoryError` where the device's memory does not suffice, with all of it free again.
         """
         try:
-            with self.model.held():
+            with self.model.for_call():
                 return act()
         except RuntimeError as error:
             # A CPU's error has no type of its own.

@@ -81,9 +81,9 @@ class Drafts(ABC):
     """Rows for the queries of a prompt's last rows (`ForwardBuffers.queries`); None where nothing needs them."""
 
     @property
-    def held_pairs(self) -> int | None:
-        """Last pairs of a sequence that the drafter's cache surely holds; None for all."""
-        return None if self.drafter is None else self.drafter.cfg.held_pairs
+    def cached_pairs(self) -> int | None:
+        """Last pairs of a sequence that are surely in the drafter's cache; None for all."""
+        return None if self.drafter is None else self.drafter.cfg.cached_pairs
 
     @abstractmethod
     def buffers(self, tree: TreeConfig | None) -> TreeBuffers:

@@ -91,14 +91,14 @@ class GenerationLoop:
     @torch.inference_mode()
     def run(self) -> dict[str, Any]:
         """Answer what waits; returns the fields of `GenerationStats` that are the call's."""
-        return self.decoders.run(self._run_held) if self.source.has_waiting() else {}
+        return self.decoders.run(self._run_call) if self.source.has_waiting() else {}
 
     @property
     def rules(self) -> ChoiceRules:
         """Stages that the next step runs."""
         return self.plan.stages[max((self._stages[slot] for slot in self.running), default=0)]
 
-    def _run_held(self) -> dict[str, Any]:
+    def _run_call(self) -> dict[str, Any]:
         decoders, device = self.decoders, self.decoders.target.device
         with current(device), counted_apart() as launches:
             # More prompts than there are slots wait for a free one.
@@ -185,7 +185,7 @@ class GenerationLoop:
                 dropped.append(request)
                 self.decoder.stop_slot(slot)
                 del self.running[slot]
-                if self.decoder.prompts.held_pairs is not None:
+                if self.decoder.prompts.cached_pairs is not None:
                     # Of what it began with, pairs have made room for later ones.
                     self.decoders.kept[slot] = KeptRows()
         for request in dropped:
@@ -360,10 +360,10 @@ class GenerationLoop:
             state.num_drafted += 0 if record.tree is None else record.tree.total_tokens - 1
         if not is_done:
             return
-        before, held = self.decoders.kept[slot], self.decoder.prompts.held_pairs
+        before, cached = self.decoders.kept[slot], self.decoder.prompts.cached_pairs
         pairs, first_pair = before.num_pairs, before.first_pair
-        if held is not None:
-            first_pair = max(first_pair, len(prompt) + len(state.token_ids) - held)
+        if cached is not None:
+            first_pair = max(first_pair, len(prompt) + len(state.token_ids) - cached)
         if self.plan.is_drafted:
             # Pairs that are surely cached: a draft takes all before it, plain steps let a buffer full of them wait.
             waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]

@@ -29,7 +29,7 @@ class Prefill:
         root = torch.full((slots.cache.num_slots, 1), -1, dtype=torch.int64, device=slots.target.device)
         self._roots = Trees(entering.active_slots, entering.active_count, root, root, torch.zeros_like(root))
         self._chunk_rows = slots.target.chunk_rows
-        self.held_pairs = drafts.held_pairs
+        self.cached_pairs = drafts.cached_pairs
         self._has_sinks = drafts.drafter is not None and drafts.drafter.cfg.window_sinks > 0
         self._chunks: dict[int, _Chunk] = {}
 
@@ -61,7 +61,7 @@ class Prefill:
         """Return the chunks of prompts of as many tokens, or all that there are, grouped into graphs."""
         groups: dict[GraphKey, Phase] = {}
         rows = self._chunk_rows
-        num_tokens = num_tokens or (*rows, min(self._slots.cache.capacity, 2 * rows[-1] + (self.held_pairs or 0)))
+        num_tokens = num_tokens or (*rows, min(self._slots.cache.capacity, 2 * rows[-1] + (self.cached_pairs or 0)))
         for nodes, is_seen in sorted({chunk for each in num_tokens for chunk in self._sizes(each)}):
             groups |= group_phases(("chunk", nodes, is_seen), self._phases(nodes, is_seen, rules, None))
         return groups
@@ -71,13 +71,13 @@ class Prefill:
 
         Each comes with whether the drafter keeps its pairs: those between the sinks and the window it never reads.
         """
-        left, held = num_tokens, self.held_pairs
+        left, cached = num_tokens, self.cached_pairs
         while left > 0:
             chunk = next((chunk for chunk in self._chunk_rows if chunk >= left), self._chunk_rows[-1])
             nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
             is_first = left == num_tokens
             left -= nodes
-            yield nodes, held is None or left < held or (is_first and self._has_sinks)
+            yield nodes, cached is None or left < cached or (is_first and self._has_sinks)
 
     def _phases(self, nodes: int, is_seen: bool, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """Return the phases of a chunk; the last chunk chooses the first new token."""

@@ -36,25 +36,10 @@ def expert_parts(experts: Any, path: str) -> Iterator[tuple[str, str, slice]]:
 
 
 class PackedExperts(nn.Module):
-    """Experts in another form than transformers' module ``plain``, which is without weights."""
+    """Experts in another form than transformers' module ``plain``, which is without weights; dequantised in forward.
 
-    def __init__(self, plain: Any) -> None:
-        super().__init__()
-        # No module of this one: it has no weights.
-        self._plain = (plain,)
-
-    @property
-    def plain(self) -> Any:
-        """See the class."""
-        return self._plain[0]
-
-
-class Fp8Experts(PackedExperts):
-    """Experts whose matrices are in FP8, all of a layer's below one another; dequantised in its own forward.
-
-    ``gate_up`` [experts * 2 * width, hidden], an expert's gate before its up; ``down`` [experts * hidden, width].
-    ``has_blocks``: a row has a scale for each block of columns. Raises `UnsupportedModelError` for columns that are no
-    multiple of 16.
+    ``gate_up`` and ``down`` [experts * hidden, width]: matrices of a layer's experts, all below one another. Raises
+    `UnsupportedModelError` for columns that are no multiple of what the form packs.
     """
 
     gate_up_words: Tensor
@@ -62,29 +47,51 @@ class Fp8Experts(PackedExperts):
     down_words: Tensor
     down_scales: Tensor
 
+    def __init__(self, plain: Any, gate_up: Fp8Weight | Mxfp4Weight, down: Fp8Weight | Mxfp4Weight) -> None:
+        super().__init__()
+        # No module of this one: it has no weights.
+        self._plain, self._kind = (plain,), type(down)
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            self.register_buffer(f"{name}_words", weight.words)
+            self.register_buffer(f"{name}_scales", weight.scales)
+
+    @property
+    def plain(self) -> Any:
+        """See the class."""
+        return self._plain[0]
+
+    @property
+    def gate_up(self) -> Any:
+        """See the class."""
+        return self._kind(self.gate_up_words, self.gate_up_scales)
+
+    @property
+    def down(self) -> Any:
+        """See the class."""
+        return self._kind(self.down_words, self.down_scales)
+
+
+def _check_columns(plain: Any, columns: int, form: str, step: int) -> None:
+    if columns % step:
+        problem = f"{type(plain).__name__}: its matrices in {form} would have {columns} columns"
+        raise UnsupportedModelError(f"{problem}, which must be a multiple of {step}.")
+
+
+class Fp8Experts(PackedExperts):
+    """Experts in FP8: ``gate_up`` [experts * 2 * width, hidden], an expert's gate before its up.
+
+    ``has_blocks``: a row has a scale for each block of columns.
+    """
+
     def __init__(self, plain: Any, has_blocks: bool, device: torch.device) -> None:
-        super().__init__(plain)
-        self.act_fn = plain.act_fn
-        for name, weight in (("gate_up", plain.gate_up_proj), ("down", plain.down_proj)):
-            experts, rows, columns = weight.shape
-            if columns % 16:
-                problem = f"{type(plain).__name__}: its matrices in FP8 would have {columns} columns"
-                raise UnsupportedModelError(f"{problem}, which must be a multiple of 16.")
-            count = ceil(columns / SCALE_BLOCK) if has_blocks else 1
+        matrices = []
+        for experts, rows, columns in (plain.gate_up_proj.shape, plain.down_proj.shape):
+            _check_columns(plain, columns, "FP8", 16)
             words = torch.empty((experts * rows, columns // 4), dtype=torch.int32, device=device)
-            self.register_buffer(f"{name}_words", words)
-            scales = torch.empty((experts * rows, count), dtype=torch.float32, device=device)
-            self.register_buffer(f"{name}_scales", scales)
-
-    @property
-    def gate_up(self) -> Fp8Weight:
-        """See the class."""
-        return Fp8Weight(self.gate_up_words, self.gate_up_scales)
-
-    @property
-    def down(self) -> Fp8Weight:
-        """See the class."""
-        return Fp8Weight(self.down_words, self.down_scales)
+            count = ceil(columns / SCALE_BLOCK) if has_blocks else 1
+            matrices.append(Fp8Weight(words, torch.empty((len(words), count), dtype=torch.float32, device=device)))
+        super().__init__(plain, *matrices)
+        self.act_fn = plain.act_fn
 
     def forward(self, x: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
         """Add what the ``picked`` experts [rows, top_k] give of ``x`` [rows, hidden], times their ``weights``."""
@@ -98,41 +105,19 @@ class Fp8Experts(PackedExperts):
 
 
 class Mxfp4Experts(PackedExperts):
-    """gpt-oss' experts in MXFP4, all of a layer's below one another; dequantised in its own forward.
+    """gpt-oss' experts in MXFP4: ``gate_up`` [experts * 2 * width, hidden], rows of gate and up in turn."""
 
-    ``gate_up`` [experts * 2 * width, hidden], rows of gate and up in turn; ``down`` [experts * hidden, width]. Raises
-    `UnsupportedModelError` for columns that are no multiple of 32.
-    """
-
-    gate_up_words: Tensor
-    gate_up_scales: Tensor
-    down_words: Tensor
-    down_scales: Tensor
     gate_up_proj_bias: Tensor
     down_proj_bias: Tensor
 
     def __init__(self, plain: Any, device: torch.device) -> None:
-        super().__init__(plain)
-        for name, weight in (("gate_up", plain.gate_up_proj), ("down", plain.down_proj)):
-            experts, columns, rows = weight.shape
-            if columns % SCALED:
-                problem = f"{type(plain).__name__}: its matrices in MXFP4 would have {columns} columns"
-                raise UnsupportedModelError(f"{problem}, which must be a multiple of {SCALED}.")
-            empty = Mxfp4Weight.empty(experts * rows, columns, device)
-            self.register_buffer(f"{name}_words", empty.words)
-            self.register_buffer(f"{name}_scales", empty.scales)
+        matrices = []
+        for experts, columns, rows in (plain.gate_up_proj.shape, plain.down_proj.shape):
+            _check_columns(plain, columns, "MXFP4", SCALED)
+            matrices.append(Mxfp4Weight.empty(experts * rows, columns, device))
+        super().__init__(plain, *matrices)
         for name in ("gate_up_proj_bias", "down_proj_bias"):
             self.register_parameter(name, getattr(plain, name))
-
-    @property
-    def gate_up(self) -> Mxfp4Weight:
-        """See the class."""
-        return Mxfp4Weight(self.gate_up_words, self.gate_up_scales)
-
-    @property
-    def down(self) -> Mxfp4Weight:
-        """See the class."""
-        return Mxfp4Weight(self.down_words, self.down_scales)
 
     def forward(self, x: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """Add what the picked experts [rows, top_k] give of ``x`` [rows, hidden], times their weights."""

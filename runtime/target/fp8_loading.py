@@ -9,7 +9,9 @@ and LM head are in the model's type, and so is every linear layer that a publish
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -28,7 +30,7 @@ from ..errors import TargetError, UnsupportedModelError
 from .expert_loading import WHOLE, Fp8Experts, Mxfp4Experts, expert_parts
 from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from .fp8_forms import Fp8Form
-from .known import FAMILIES, family_of
+from .fused import FAMILIES, family_of
 from .mxfp4 import DEQUANTISED, LARGEST_SCALE, SCALED, Mxfp4Weight
 
 _PACKED: tuple[tuple[str, ...], ...] = (
@@ -40,15 +42,12 @@ _PACKED: tuple[tuple[str, ...], ...] = (
 """Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
 MIXTURES = ("qwen3_moe", "gpt_oss")
 """Types of models that are loaded so whatever the type of their weights."""
-_MATRICES = (".weight", *WHOLE)
-"""Ends of names of matrices, all others among those in FP8 being of scales."""
 _MAPPED_BYTES = 1 << 30
 """Tensors that are read while a file is open."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _TABLE = "rotary_emb.inv_freq"
 UNREAD = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale", _TABLE)
 """Ends of names of tensors that are not used: scales of activations and of the KV cache, and computed tables."""
-_Shapes = list[tuple[int, ...]]
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -104,13 +103,22 @@ def load_by_tensor(
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if form is not None and loader.linears:
+    if loader.has_fp8:
         unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
         model.packed_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
-    if loader.packed:
+    if loader.has_mxfp4:
         model.packed_note = f"experts in MXFP4 as published, all else in {str(dtype).removeprefix('torch.')}"
     loaded: nn.Module = model.eval()
     return loaded
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor that a checkpoint must have, of one of ``shapes`` and of ``dtypes``; ``put`` takes its name, and it."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    put: Callable[[str, Tensor], None]
+    dtypes: tuple[str, ...] = FLOATS
 
 
 class _Loader:
@@ -122,13 +130,9 @@ class _Loader:
         self.model, self.checkpoint, self.form, self.dtype, self.device = model, checkpoint, form, dtype, device
         self.num_unused, self._is_published = 0, form is not None and form.method is not None
         self._strategy = "" if form is None else form.strategy
-        self.linears: dict[str, Fp8Linear] = {}
-        """Layers in FP8, by the names of their weights and scales."""
-        self._parts: dict[str, tuple[Any, str, slice]] = {}
-        """Of experts in the model's type, by name: their module, its tensor, and their rows there."""
-        self.packed: dict[str, tuple[Mxfp4Weight, tuple[int, ...]]] = {}
-        """Of experts in MXFP4, by name: the weight, and the shape of what is stored."""
-        self._rest = dict(model.named_parameters())
+        self.has_fp8 = self.has_mxfp4 = False
+        parameters = model.named_parameters()
+        self._entries = {name: _Entry((tuple(each.shape),), self._put_parameter) for name, each in parameters}
         for index, layer in enumerate(model.model.layers):
             prefix, has_experts = f"model.layers.{index}.", hasattr(layer.mlp, "experts")
             for names in (_PACKED[:2] if has_experts else _PACKED) if form is not None else ():
@@ -138,7 +142,7 @@ class _Loader:
 
     def load(self) -> None:
         """Check all names, shapes and types, then read one tensor after another."""
-        expected = {*self._rest, *self.linears, *self._parts, *self.packed}
+        expected = {*self._entries}
         if missing := sorted(expected.difference(self.checkpoint.names)):
             raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
         for name in self.checkpoint.names:
@@ -155,7 +159,7 @@ class _Loader:
         for path, names in self._batches(expected):
             with safe_open(path, framework="pt") as opened:
                 for name in names:
-                    self._place(name, opened.get_tensor(name).to(self.device, copy=True))
+                    self._entries[name].put(name, opened.get_tensor(name).to(self.device, copy=True))
 
     def _batches(self, names: set[str]) -> Iterator[tuple[Path, list[str]]]:
         """Yield a file and the tensors to read while it is open: what is mapped counts as memory until it is closed."""
@@ -184,18 +188,19 @@ class _Loader:
         in_fp8 = [self.form is not None and self._is_fp8(name) for name in places]
         if not all(in_fp8) and any(in_fp8):
             raise self._wrong([*places][in_fp8.index(True)], f"is in FP8, but not all matrices of {path}")
+        whole = {name: getattr(experts, name) for name in WHOLE}
         for name in WHOLE:
-            del self._rest[f"{path}.{name}"]
-        if not any(in_fp8):
-            self._parts |= {stored: (experts, *place) for stored, place in places.items()}
-            return
-        mlp.experts = replaced = Fp8Experts(experts, self._strategy == "block", self.device)
-        weights = dict(zip(WHOLE, (replaced.gate_up, replaced.down), strict=True))
+            del self._entries[f"{path}.{name}"]
+        if any(in_fp8):
+            mlp.experts = replaced = Fp8Experts(experts, self._strategy == "block", self.device)
+            whole = dict(zip(WHOLE, (replaced.gate_up, replaced.down), strict=True))
         for stored, (name, rows) in places.items():
-            weight = weights[name]
-            linear = Fp8Linear(Fp8Weight(weight.words[rows], weight.scales[rows]))
-            scale = [self._scale_of(stored.removesuffix(".weight"))] if self._is_published else []
-            self.linears |= dict.fromkeys([stored, *scale], linear)
+            weight = whole[name]
+            if any(in_fp8):
+                self._expect_fp8(stored, Fp8Weight(weight.words[rows], weight.scales[rows]))
+            else:
+                out = len(range(*rows.indices(weight.shape[0] * weight.shape[1])))
+                self._entries[stored] = _Entry(((out, weight.shape[2]),), partial(self._put_rows, experts, name, rows))
 
     def _replace_gpt_oss(self, mlp: Any, path: str) -> None:
         """Have experts placed as packed if they are stored so; else they are tensors like others."""
@@ -204,11 +209,12 @@ class _Loader:
         count = mlp.experts.num_experts
         mlp.experts = replaced = Mxfp4Experts(mlp.experts, self.device)
         for name, weight in zip(WHOLE, (replaced.gate_up, replaced.down), strict=True):
-            del self._rest[f"{path}.{name}"]
+            del self._entries[f"{path}.{name}"]
             rows, columns = weight.shape
             scales = count, rows // count, columns // SCALED
-            self.packed[f"{path}.{name}_blocks"] = weight, (*scales, SCALED // 2)
-            self.packed[f"{path}.{name}_scales"] = weight, scales
+            for ending, shape in (("blocks", (*scales, SCALED // 2)), ("scales", scales)):
+                self._entries[f"{path}.{name}_{ending}"] = _Entry((shape,), partial(self._put_mxfp4, weight), ("U8",))
+        self.has_mxfp4 = True
 
     def _replace(self, layer: Any, prefix: str, names: tuple[str, ...]) -> None:
         """Replace linear layers that become FP8; matrices multiplied together lie in one storage, row after row."""
@@ -226,27 +232,35 @@ class _Loader:
             raise UnsupportedModelError(f"{type(self.model).__name__}: {prefix}{names[0]} {problem}.")
         words = torch.empty((sum(sizes), columns // 4), dtype=torch.int32, device=self.device)
         scales = torch.empty((sum(sizes), groups), dtype=torch.float32, device=self.device)
-        for name, linear, *weight in zip(names, linears, words.split(sizes), scales.split(sizes), strict=True):
-            path = f"{prefix}{name}"
-            replaced = Fp8Linear(Fp8Weight(*weight), linear.bias)
+        for name, linear, *parts in zip(names, linears, words.split(sizes), scales.split(sizes), strict=True):
+            weight = Fp8Weight(*parts)
             parent, _, attribute = name.rpartition(".")
-            setattr(layer.get_submodule(parent), attribute, replaced)
-            del self._rest[f"{path}.weight"]
-            tensors = [f"{path}.weight", *([self._scale_of(path)] if self._is_published else [])]
-            self.linears |= dict.fromkeys(tensors, replaced)
+            setattr(layer.get_submodule(parent), attribute, Fp8Linear(weight, linear.bias))
+            self._expect_fp8(f"{prefix}{name}.weight", weight)
+
+    def _expect_fp8(self, name: str, weight: Fp8Weight) -> None:
+        """Have a matrix, and its scales where a published checkpoint has them, fill a weight in FP8."""
+        self.has_fp8 = True
+        shape = out, columns = tuple(weight.shape)
+        if not self._is_published:
+            self._entries[name] = _Entry((shape,), partial(self._quantise, weight))
+            return
+        self._entries[name] = _Entry((shape,), partial(self._put_fp8, weight), ("F8_E4M3",))
+        blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
+        shapes: dict[str, tuple[tuple[int, ...], ...]]
+        shapes = {"block": (blocks,), "channel": ((out, 1), (out,)), "tensor": ((), (1,))}
+        scales = [f"{name.removesuffix('.weight')}.{each}" for each in _SCALES]
+        stored = next((each for each in scales if each in self.checkpoint.names), scales[0])
+        self._entries[stored] = _Entry(shapes[self._strategy], partial(self._put_fp8_scales, weight))
 
     def _is_fp8(self, name: str) -> bool:
         """Report whether a matrix becomes FP8: all of a model in a float type, of a published one those stored so."""
         is_stored = name in self.checkpoint.names
         return not self._is_published or (is_stored and self.checkpoint.info(name).dtype.startswith("F8"))
 
-    def _scale_of(self, path: str) -> str:
-        names = [f"{path}.{name}" for name in _SCALES]
-        return next((name for name in names if name in self.checkpoint.names), names[0])
-
     def _is_tied(self) -> bool:
         """Report whether the LM head is the embedding; a stored one must then be equal to it."""
-        if _LM_HEAD in self._rest:
+        if _LM_HEAD in self._entries:
             return False
         embedding, lm_head = map(self.checkpoint.array, (_EMBEDDING, _LM_HEAD))
         if embedding.shape != lm_head.shape or (embedding != lm_head).any():
@@ -255,71 +269,49 @@ class _Loader:
 
     def _check(self, name: str) -> None:
         """Hold a tensor's shape and type against those expected."""
-        info = self.checkpoint.info(name)
-        dtypes: tuple[str, ...] = FLOATS
-        shape = self._shape_of(name)
-        shapes: _Shapes = [shape]
-        if name in self.linears and not name.endswith(_MATRICES):
-            out, columns = shape
-            blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
-            allowed: dict[str, _Shapes] = {"block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]}
-            shapes = allowed[self._strategy]
-        elif name in self.linears and self._is_published:
-            dtypes = ("F8_E4M3",)
-        elif name in self.packed:
-            dtypes = ("U8",)
+        info, entry = self.checkpoint.info(name), self._entries[name]
         # All experts of a layer below one another, but for the axis between.
         found = info.shape if len(info.shape) < 3 else (info.shape[0] * info.shape[1], *info.shape[2:])
-        if info.dtype not in dtypes or not {found, info.shape} & {*shapes}:
-            words = " or ".join(str(list(shape)) for shape in shapes)
-            raise self._wrong(name, f"is {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} {words}")
+        if info.dtype not in entry.dtypes or not {found, info.shape} & {*entry.shapes}:
+            words = " or ".join(str(list(shape)) for shape in entry.shapes)
+            raise self._wrong(name, f"is {info.dtype} {list(info.shape)}, expected {' or '.join(entry.dtypes)} {words}")
 
-    def _shape_of(self, name: str) -> tuple[int, ...]:
-        if name in self._parts:
-            experts, attribute, rows = self._parts[name]
-            whole = getattr(experts, attribute)
-            return len(range(*rows.indices(whole.shape[0] * whole.shape[1]))), whole.shape[2]
-        if name in self.packed:
-            return self.packed[name][1]
-        return tuple(self._rest[name].shape if name in self._rest else self.linears[name].weight.shape)
+    def _put_parameter(self, name: str, tensor: Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        kept = nn.Parameter(self._finite(name, tensor.to(self.dtype)), requires_grad=False)
+        self.model.get_submodule(path).register_parameter(attribute, kept)
 
-    def _place(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor into its module: as it is, in the model's type, or quantised."""
-        if name in self._parts:
-            experts, attribute, rows = self._parts[name]
-            whole = getattr(experts, attribute)
-            if whole.is_meta:
-                empty = torch.empty(whole.shape, dtype=self.dtype, device=self.device)
-                experts.register_parameter(attribute, whole := nn.Parameter(empty, requires_grad=False))
-            whole.data.flatten(0, 1)[rows] = self._finite(name, tensor.to(self.dtype)).view(-1, tensor.shape[-1])
-            return
-        if name in self._rest:
-            path, _, attribute = name.rpartition(".")
-            kept = nn.Parameter(self._finite(name, tensor.to(self.dtype)), requires_grad=False)
-            self.model.get_submodule(path).register_parameter(attribute, kept)
-            return
-        if name in self.packed:
-            packed, is_scales = self.packed[name][0], name.endswith("_scales")
-            if is_scales and (tensor > LARGEST_SCALE).any():
-                where = self.checkpoint.file_of(name).path
-                raise TargetError(f"{where}: {name} has a scale above 2, which is not read here: {DEQUANTISED}.")
-            (packed.put_scales if is_scales else packed.put_blocks)(tensor)
-            return
-        linear, tensor = self.linears[name], tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
-        if not name.endswith(_MATRICES):
-            scales = self._finite(name, tensor.float())
-            if self._strategy == "block":
-                scales = scales.repeat_interleave(SCALE_BLOCK, 0)[: len(linear.scales)]
-            linear.scales.copy_(scales.reshape(-1, linear.scales.shape[1]))
-        elif self._is_published:
-            # E4M3 has no infinity; its NaN are all ones below the sign.
-            if ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any():
-                raise self._wrong(name, "holds NaN")
-            linear.words.copy_(Fp8Weight.of(tensor, linear.scales).words)
-        else:
-            weight = quantise_rows(self._finite(name, tensor))
-            linear.words.copy_(weight.words)
-            linear.scales.copy_(weight.scales)
+    def _put_rows(self, experts: Any, attribute: str, rows: slice, name: str, tensor: Tensor) -> None:
+        """Put a matrix among those of all experts, in the model's type; ``rows``: of all below one another."""
+        whole = getattr(experts, attribute)
+        if whole.is_meta:
+            empty = torch.empty(whole.shape, dtype=self.dtype, device=self.device)
+            experts.register_parameter(attribute, whole := nn.Parameter(empty, requires_grad=False))
+        whole.data.flatten(0, 1)[rows] = self._finite(name, tensor.to(self.dtype)).view(-1, tensor.shape[-1])
+
+    def _quantise(self, weight: Fp8Weight, name: str, tensor: Tensor) -> None:
+        quantised = quantise_rows(self._finite(name, tensor).view(-1, tensor.shape[-1]))
+        weight.words.copy_(quantised.words)
+        weight.scales.copy_(quantised.scales)
+
+    def _put_fp8(self, weight: Fp8Weight, name: str, tensor: Tensor) -> None:
+        # E4M3 has no infinity; its NaN are all ones below the sign.
+        if ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any():
+            raise self._wrong(name, "holds NaN")
+        weight.words.copy_(Fp8Weight.of(tensor.view(-1, tensor.shape[-1]), weight.scales).words)
+
+    def _put_fp8_scales(self, weight: Fp8Weight, name: str, tensor: Tensor) -> None:
+        scales = self._finite(name, tensor.float())
+        if self._strategy == "block":
+            scales = scales.view(-1, scales.shape[-1]).repeat_interleave(SCALE_BLOCK, 0)[: len(weight.scales)]
+        weight.scales.copy_(scales.reshape(-1, weight.scales.shape[1]))
+
+    def _put_mxfp4(self, weight: Mxfp4Weight, name: str, tensor: Tensor) -> None:
+        is_scales = name.endswith("_scales")
+        if is_scales and (tensor > LARGEST_SCALE).any():
+            where = self.checkpoint.file_of(name).path
+            raise TargetError(f"{where}: {name} has a scale above 2, which is not read here: {DEQUANTISED}.")
+        (weight.put_scales if is_scales else weight.put_blocks)(tensor)
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.isfinite().all():
@@ -327,8 +319,8 @@ class _Loader:
         return tensor
 
     def _wrong(self, name: str, problem: str) -> TargetError:
-        held = name in self.checkpoint.names
-        where = self.checkpoint.file_of(name).path if held else self.checkpoint.where
+        is_stored = name in self.checkpoint.names
+        where = self.checkpoint.file_of(name).path if is_stored else self.checkpoint.where
         return TargetError(
             f"{where}: {name} {problem}. Expected is the checkpoint of a whole model, as its config.json describes it: "
             "fetch it again, or take another copy."

@@ -1,4 +1,4 @@
-"""A fused target: our own forward over a loaded model of `known.FAMILIES`, made for CUDA graphs.
+"""A fused target: our own forward over a loaded model of `FAMILIES`, made for CUDA graphs.
 
 The weights stay the model's: q, k, v and gate, up are packed side by side and the modules' parameters become views of
 the packed storage, so that nothing is held twice and the model's own ``generate`` works as before. A layer is six
@@ -6,18 +6,19 @@ kernels, which overlap (`kernels.products`, `kernels.attention`), one with exper
 it waits for the host, and lengths, slots and positions are read on the device. On a GPU a row's logits, keys and values
 depend on its own tokens and positions alone, to the last bit (docs/text.md, *Why rows agree*).
 
-`known.unfit_reason` says why a model cannot be fused.
+`choose_forward` says whether it runs a model; `known.unfit_reason` why it cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModelError, check_choice
 from ..ops import REHEARSES, Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .expert_loading import PackedExperts
@@ -43,6 +44,71 @@ from .kernels.products import (
 )
 from .kernels.tree_rows import ForwardRows
 from .mxfp4 import ExpertWeight
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss")
+FUSED_ON = ("cuda",)
+"""Types of devices on which "auto" is the fused forward."""
+
+
+class Choice(NamedTuple):
+    """Name of the forward that was chosen, and the reason."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose_forward(asked: str, other: str, unfit: Callable[[], str | None], device: torch.device) -> Choice:
+    """Choose between "fused" and ``other``; "auto" takes the fused one on devices of the types `FUSED_ON`.
+
+    ``unfit`` says why a model is not fused, as the end of a sentence. Raises `UsageError` for an unknown name,
+    `UnsupportedModelError` for "fused" where the model cannot be fused.
+    """
+    check_choice("target_backend", asked, ("auto", "fused", other))
+    reason = None if asked == other else unfit()
+    if asked == "fused" and reason is not None:
+        problem = f"target_backend = 'fused' cannot run this model: {reason}"
+        raise UnsupportedModelError(f"{problem}. Use target_backend={other!r}.")
+    if asked != "auto":
+        return Choice(asked, "asked for")
+    is_fused = reason is None and device.type in FUSED_ON
+    return Choice("fused" if is_fused else other, reason or f"the model is on {device}")
+
+
+def family_of(model: nn.Module) -> str | None:
+    """Return which of `FAMILIES` a model, a base class of it or what it wraps is of."""
+    names = {kind.__name__ for module in (model, *model.children()) for kind in type(module).__mro__}
+    return next((each for each in FAMILIES if f"{each}ForCausalLM" in names), None)
+
+
+def unfit_kind(model: Any) -> str | None:
+    """Say what of a model as configured the fused forward does not compute, as the end of a sentence; None: nothing."""
+    config, decoder = model.config, model.model
+    if family_of(model) == "Llama" and getattr(config, "sliding_window", None) is not None:
+        return "its configuration has a sliding window, which Llama's layers do not read"
+    if getattr(config, "is_causal", True) is False or getattr(config, "attention_chunk_size", None):
+        return "its configuration asks for another attention mask"
+    # Frequencies and their scaling are read from the module.
+    rope = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "default")
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"{rope} RoPE changes its frequencies with the length"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its hidden_act is {config.hidden_act}"
+    head_dim = decoder.layers[0].self_attn.head_dim
+    if head_dim % 2 or head_dim > 256:
+        return f"its head_dim is {head_dim}"
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_plain = type(tensor) in (nn.Parameter, Tensor, nn.Buffer) and type(tensor.data) is Tensor
+        if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
+            kind = type(tensor)
+            return f"{path} is a {kind.__qualname__} of {kind.__module__}, {tensor.layout} on {tensor.device}"
+    forms = {(weight.dtype, weight.device) for weight in model.parameters()}
+    if len(forms) > 1 or not {dtype for dtype, _ in forms} <= {torch.float32, torch.bfloat16, torch.float16}:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in forms))
+        return f"its weights are {found}, not all float32, bfloat16 or float16 on one device"
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Whether the fused forward may run a model: only if every part of it is what its configuration says.
 
 Its modules must be those of a new model of its configuration: of the same classes, with tensors of the same shapes and
-the same attributes that a forward computes with. What a call goes through must be transformers' own, without hooks;
-every parameter must be plain, and all of one type.
+the same attributes that a forward computes with. What a call goes through must be transformers' own, without hooks.
 """
 
 from __future__ import annotations
@@ -10,73 +9,27 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
-from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from eagle_slim.vocab_tools.compat import (
-    CALLS,
-    compiled_call,
-    experts_function,
-    forward_hooks,
-    global_hooks,
-    name_attention_,
-)
-from torch import Tensor, nn
+from eagle_slim.vocab_tools import compat
+from torch import nn
 
-from ..errors import UnsupportedModelError, check_choice
 from .expert_loading import Fp8Experts, Mxfp4Experts
 from .fp8 import Fp8Linear
+from .fused import FAMILIES, family_of, unfit_kind
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss")
 LIBRARIES = ("torch", "transformers")
-FUSED_ON = ("cuda",)
-"""Types of devices on which "auto" is the fused forward."""
 _ATTENTION = ("layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "sliding_window")
 _EXPERTS = ("top_k", "norm_topk_prob", "num_experts", "has_gate", "is_concatenated", "is_transposed", "alpha", "limit")
 _OTHERS = ("layer_type", "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm")
 _TENSORS = ("weight", "bias", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", "sinks")
 _READ = (*_ATTENTION, *_EXPERTS, *_OTHERS, *_TENSORS)
 """Attributes of modules that a forward computes with."""
-
 _FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
 """Functions of `torch.nn.functional` that others are known to replace, as they were when this was imported."""
-
-
-class Choice(NamedTuple):
-    """Name of the forward that was chosen, and the reason."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
-
-
-def choose_forward(asked: str, other: str, unfit: Callable[[], str | None], device: torch.device) -> Choice:
-    """Choose between "fused" and ``other``; "auto" takes the fused one on devices of the types `FUSED_ON`.
-
-    ``unfit`` says why a model is not fused, as the end of a sentence. Raises `UsageError` for an unknown name,
-    `UnsupportedModelError` for "fused" where the model cannot be fused.
-    """
-    check_choice("target_backend", asked, ("auto", "fused", other))
-    reason = None if asked == other else unfit()
-    if asked == "fused" and reason is not None:
-        problem = f"target_backend = 'fused' cannot run this model: {reason}"
-        raise UnsupportedModelError(f"{problem}. Use target_backend={other!r}.")
-    if asked != "auto":
-        return Choice(asked, "asked for")
-    is_fused = reason is None and device.type in FUSED_ON
-    return Choice("fused" if is_fused else other, reason or f"the model is on {device}")
-
-
-def family_of(model: nn.Module) -> str | None:
-    """Return which of `FAMILIES` a model, a base class of it or what it wraps is of."""
-    names = {kind.__name__ for module in (model, *model.children()) for kind in type(module).__mro__}
-    return next((each for each in FAMILIES if f"{each}ForCausalLM" in names), None)
 
 
 def unfit_reason(model: Any) -> str | None:
@@ -90,25 +43,17 @@ def unfit_reason(model: Any) -> str | None:
             is_own = value.__qualname__ == name and value.__module__.startswith(f"{file.__package__}.")
         if not is_own:
             return f"{name} of {file.__name__} was replaced by {value.__module__}.{value.__qualname__}"
-    if family == "Llama" and getattr(config, "sliding_window", None) is not None:
-        return "its configuration has a sliding window, which Llama's layers do not read"
-    if getattr(config, "is_causal", True) is False or getattr(config, "attention_chunk_size", None):
-        return "its configuration asks for another attention mask"
-    experts = experts_function(config)
+    experts = compat.experts_function(config)
     if experts is not None and not is_of_a_library(experts):
         return f"its experts are run by {experts.__module__}.{experts.__qualname__}"
     own = copy.deepcopy(config)
-    name_attention_(own, "eager")  # needs no further package
+    compat.name_attention_(own, "eager")  # needs no further package
     with torch.device("meta"):
         wanted = _facts(type(model)(own))
     found = _facts(model)
     for fact in wanted | found:
         if found.get(fact) != wanted.get(fact):
             return f"{fact} {found.get(fact)}, and its configuration gives {wanted.get(fact)}"
-    # Frequencies and their scaling are read from the module.
-    kind = getattr(model.model.rotary_emb, "rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        return f"{kind} RoPE changes its frequencies with the length"
     return unfit_calls(model)
 
 
@@ -131,13 +76,8 @@ def _facts(model: Any) -> dict[str, Any]:
 
 
 def unfit_calls(model: Any) -> str | None:
-    """Say where modules may compute something other than their classes do, or with tensors that are not plain."""
-    config, head_dim = model.config, model.model.layers[0].self_attn.head_dim
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its hidden_act is {config.hidden_act}"
-    if head_dim % 2 or head_dim > 256:
-        return f"its head_dim is {head_dim}"
-    if any(global_hooks()):
+    """Say where modules may compute something other than their classes do, or the fused forward something else."""
+    if any(compat.global_hooks()):
         return "a global module hook is registered"
     if any(getattr(F, name) is not function for name, function in _FUNCTIONALS.items()):
         return "a function of torch.nn.functional was replaced"
@@ -147,30 +87,21 @@ def unfit_calls(model: Any) -> str | None:
         if module.training and kind not in (nn.Linear, nn.Embedding, nn.ModuleList):
             return f"{where} is in training mode: call eval()"
         # transformers' own recorder of hidden states changes nothing.
-        if any(_file_of(hook) != "transformers.utils.output_capturing" for hook in forward_hooks(module)):
+        if any(_file_of(hook) != "transformers.utils.output_capturing" for hook in compat.forward_hooks(module)):
             return f"{where} has a forward hook"
         for name, found in vars(module).items():
             method = getattr(kind, name, None)
             # transformers 4 leaves a method itself on modules whose outputs it has recorded.
             if callable(method) and MethodType(method, module) != found:
                 return f"{where} has a {name} of its own"
-        if compiled_call(module) is not None:
+        if compat.compiled_call(module) is not None:
             return f"{where} has a compiled call of its own"
-        for call in CALLS:
+        for call in compat.CALLS:
             # Decorated by torch and transformers alone.
             function = inspect.unwrap(getattr(kind, call), stop=lambda each: not is_of_a_library(each))
             if _file_of(function) not in {each.__module__ for each in kind.__mro__}:
                 return f"{call} of {kind.__qualname__} was replaced"
-    for path, tensor in chain(model.named_parameters(), model.named_buffers()):
-        is_plain = type(tensor) in (nn.Parameter, Tensor, nn.Buffer) and type(tensor.data) is Tensor
-        if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
-            kind = type(tensor)
-            return f"{path} is a {kind.__qualname__} of {kind.__module__}, {tensor.layout} on {tensor.device}"
-    forms = {(weight.dtype, weight.device) for weight in model.parameters()}
-    if len(forms) > 1 or not {dtype for dtype, _ in forms} <= {torch.float32, torch.bfloat16, torch.float16}:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in forms))
-        return f"its weights are {found}, not all float32, bfloat16 or float16 on one device"
-    return None
+    return unfit_kind(model)
 
 
 def is_of_a_library(function: Any) -> bool:

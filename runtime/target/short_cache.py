@@ -64,7 +64,7 @@ class ShortCache:
         """Queries of each slot's last rows; heads that share keys lie side by side."""
         # Blocks beyond the cache are bounded too, and never chosen.
         shape = (layers, slots, kv_heads, total + self._spanned(_SLICE), head_dim)
-        self._least, self._most = (torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(2))
+        self._lowest, self._highest = (torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(2))
 
     @staticmethod
     def _spanned(rows: int) -> int:
@@ -86,8 +86,8 @@ class ShortCache:
         # [places, rows, layers, kv_heads, head_dim], as indices stand before and behind a slice.
         keys = self.keys[:, slots, :, rows.clamp(max=self.keys.shape[3] - 1)]
         keys = keys.unflatten(1, (-1, BLOCK))
-        self._least[:, slots, :, blocks] = keys.amin(2)
-        self._most[:, slots, :, blocks] = keys.amax(2)
+        self._lowest[:, slots, :, blocks] = keys.amin(2)
+        self._highest[:, slots, :, blocks] = keys.amax(2)
 
     def bound_slot(self, slot: Tensor) -> None:
         """Update the bounds of all blocks of a slot, int32 [1], in which a new sequence begins."""
@@ -116,8 +116,8 @@ class ShortCache:
         Padded with the number of all blocks, which is no block.
         """
         total = -(-self.keys.shape[3] // BLOCK)
-        least, most = (bound[:, :, :, :total].transpose(3, 4) for bound in (self._least, self._most))
-        scores = (self.queries.clamp(min=0) @ most + self.queries.clamp(max=0) @ least).amax(3).float()
+        lowest, highest = (bound[:, :, :, :total].transpose(3, 4) for bound in (self._lowest, self._highest))
+        scores = (self.queries.clamp(min=0) @ highest + self.queries.clamp(max=0) @ lowest).amax(3).float()
         block = torch.arange(total, device=recent.device)
         there = (block < recent[:, None])[:, None]
         scores = torch.where(there, torch.where(block < SINKS, torch.inf, scores), -torch.inf)

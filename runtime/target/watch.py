@@ -1,9 +1,8 @@
 """Detection of changes of a model, checked before every call, so as cheaply as can be.
 
-A snapshot is a copy of what a forward may read, by name: attributes of modules, of their classes and of objects that
-they hold; defaults, cells and globals of hooks and patched methods; functions of the classes' files. A tensor is its
-object, storage, layout and version counter. A counter misses what is written through ``.data`` or by a fused optimiser,
-which is followed after `TargetModel.refresh`.
+A snapshot is a copy of what a forward may read: attributes of modules, of their classes and of what they hold; cells,
+defaults and globals of hooks and patched methods; functions of the classes' files. A tensor is its object, storage,
+layout and version counter, which misses writes through ``.data`` or by a fused optimiser (`TargetModel.refresh`).
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, GenericAlias, MethodType, ModuleType
+from types import CodeType, FunctionType, GenericAlias, GetSetDescriptorType, ModuleType
 from typing import Any
 from unittest.mock import ANY  # equal to everything
 
 import numpy as np
 import torch.nn.functional as F
 from eagle_slim.vocab_tools import compat
-from eagle_slim.vocab_tools.compat import attention_name, experts_function, tensor_state
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,10 +29,9 @@ _LARGEST = 1 << 16
 """Entries of a container, and bytes of an array, up to which a change inside is noticed."""
 _DEEPEST = 6
 """Containers and objects inside one another, up to which it is."""
-_UNREAD = ("generation_config", "_eagle_slim_kept", "__warningregistry__")
+_UNREAD = ("generation_config", "_eagle_slim_kept", "__warningregistry__", "__annotations__")
 _PLAIN = (Tensor, nn.Parameter)
-_OPAQUE = (type, GenericAlias, ModuleType, logging.Logger)
-Contents = Callable[[], Mapping[str, Any]]
+_OPAQUE = (type, property, GenericAlias, GetSetDescriptorType, ModuleType, logging.Logger)
 
 
 class Watch:
@@ -47,7 +44,7 @@ class Watch:
         modules = list(model.modules())
         self._taken: dict[int, Any] = {id(each): each for each in modules}
         """Objects whose contents are compared, by id; kept here, so that no other object gets that id."""
-        self._contents: list[tuple[dict[str, Any], Contents]] = []
+        self._contents: list[tuple[dict[Any, Any], Callable[[], Mapping[Any, Any]]]] = []
         """Contents as they were, and what reads them as they are."""
         classes = {kind for each in modules for kind in type(each).__mro__ if kind is not object}
         for each in (*modules, *classes):
@@ -56,8 +53,8 @@ class Watch:
             if file.partition(".")[0] in LIBRARIES:
                 self._compare(partial(vars, sys.modules[file]), _DEEPEST + 1)
         configs = [each for each in self._taken.values() if compat.is_config(each)]
-        self._compare(lambda: {str(id(each)): ALL_ATTENTION_FUNCTIONS.get(attention_name(each)) for each in configs})
-        self._compare(lambda: {str(id(each)): experts_function(each) for each in configs})
+        self._compare(lambda: {id(each): ALL_ATTENTION_FUNCTIONS.get(compat.attention_name(each)) for each in configs})
+        self._compare(lambda: {id(each): compat.experts_function(each) for each in configs})
         self._compare(lambda: {"hooks": compat.global_hooks(), "classes": list(map(type, modules))})
 
     def has_changed(self) -> bool:
@@ -69,7 +66,7 @@ class Watch:
         for before, name in self._written():
             before[name] = ANY
 
-    def _written(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def _written(self) -> Iterator[tuple[dict[Any, Any], Any]]:
         """Yield names under which something else is found now, with the contents as they were."""
         for before, read in self._contents:
             now = read()
@@ -78,7 +75,7 @@ class Watch:
                     if _differ(before.get(name, _OPAQUE), now.get(name, _OPAQUE)):
                         yield before, name
 
-    def _compare(self, read: Contents, depth: int = 0) -> None:
+    def _compare(self, read: Callable[[], Mapping[Any, Any]], depth: int = 0) -> None:
         """Compare from now on what ``read`` gives."""
         before = {name: each if name in self._unread else self._frozen(each, depth) for name, each in read().items()}
         self._contents.append((before, read))
@@ -87,30 +84,28 @@ class Watch:
         """Return what is equal to a value until it changes: a container's copy; what an object holds is compared."""
         if isinstance(value, (Tensor, np.ndarray)):
             return _Seen(value)
-        if depth > _DEEPEST or isinstance(value, _OPAQUE) or is_of_a_library(value):
+        if depth > _DEEPEST or isinstance(value, _OPAQUE) or id(value) in self._taken or is_of_a_library(value):
             return value
-        if isinstance(value, (dict, list, tuple, set)) and len(value) <= _LARGEST:
-            if isinstance(value, dict):
-                return {key: self._frozen(each, depth + 1) for key, each in value.items()}
-            if isinstance(value, set):
-                return set(value)
-            return (tuple if isinstance(value, tuple) else list)(self._frozen(each, depth + 1) for each in value)
-        if id(value) not in self._taken and (_held(value) or hasattr(value, "__dict__")):
+        kind: Any = next((kind for kind in (dict, list, tuple, set) if isinstance(value, kind)), None)
+        if kind is None and _contents_of(value):
             self._taken[id(value)] = value
-            self._compare(partial(_held, value), depth + 1)
-        return value
+            self._compare(partial(_contents_of, value), depth + 1)
+        if kind is None or len(value) > _LARGEST:
+            return value
+        if kind is dict:
+            return {key: self._frozen(each, depth + 1) for key, each in value.items()}
+        return set(value) if kind is set else kind(self._frozen(each, depth + 1) for each in value)
 
 
 class _Seen:
     """Equal to a tensor or an array as long as it is the same one in the same state."""
 
-    __array_ufunc__ = None
+    __array_ufunc__ = None  # an array leaves the comparison to this
 
-    def __init__(self, tensor: Tensor | np.ndarray[Any, Any]) -> None:
+    def __init__(self, tensor: Any) -> None:
         self._tensor, self._state = tensor, _state(tensor)
-        if type(tensor) in _PLAIN:
-            # Its address is not used again meanwhile.
-            self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[union-attr]
+        # Its address is not used again meanwhile.
+        self._storage = StorageWeakRef(tensor.untyped_storage()) if type(tensor) in _PLAIN else None
 
     def __eq__(self, other: object) -> bool:
         return other is self._tensor and _state(other) == self._state
@@ -123,7 +118,7 @@ def _state(tensor: Any) -> Any:
         if hasattr(tensor, "__tensor_flatten__"):  # it wraps others and has no storage
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             return [(id(each), _state(each)) for each in inner]
-    return *tensor_state(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape
+    return *compat.tensor_state(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape
 
 
 def _differ(old: Any, new: Any) -> bool:
@@ -134,22 +129,18 @@ def _differ(old: Any, new: Any) -> bool:
         return True
 
 
-def _held(value: Any) -> dict[str, Any]:
-    """Read what an object holds, by name; of a function also the variables that it uses."""
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    held = {**getattr(value, "__dict__", {}), **{name: getattr(value, name, None) for name in slots}}
-    if isinstance(value, (MethodType, partial)):
-        held |= {f"part {place}": each for place, each in enumerate(gc.get_referents(value))}
-    if isinstance(value, FunctionType):
-        held |= {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            held[f"cell {name}"] = gc.get_referents(cell)  # its content, if it has one
-        for name in _names(value.__code__):
-            each: Any = value.__globals__.get(name)
-            # Another file's function is not what this one computes with.
-            is_other = isinstance(each, FunctionType) and each.__module__ != value.__module__
-            held[f"global {name}"] = (each.__code__, id(each)) if is_other else each
-    return held
+def _contents_of(value: Any) -> dict[Any, Any]:
+    """Read what an object refers to: its attributes by name, all else by place; of a function the variables it uses."""
+    named = getattr(value, "__dict__", {})
+    if not isinstance(value, FunctionType):
+        return dict(enumerate([each for each in gc.get_referents(value) if each is not named])) | named
+    found = named | {"parts": (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__)}
+    for name in _names(value.__code__):
+        each: Any = value.__globals__.get(name)
+        # Another file's function is not what this one computes with.
+        is_other = isinstance(each, FunctionType) and each.__module__ != value.__module__
+        found[f"global {name}"] = (each.__code__, id(each)) if is_other else each
+    return found
 
 
 @lru_cache(_LARGEST)

@@ -24,16 +24,16 @@ from transformers.cache_utils import Cache
 
 from ..errors import EagleSlimError, PairingError, SpeedWarning, UnsupportedModelError, UsageError, brief
 from ..ops import current, side_stream
-from . import attention, known
+from . import attention, fused
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .expert_loading import Mxfp4Experts, PackedExperts
 from .few_rows import few_rows
 from .fp8 import Fp8Linear
-from .fused import FusedTarget
+from .fused import Choice, FusedTarget, choose_forward, family_of
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
-from .known import Choice, choose_forward, family_of, unfit_reason
+from .known import unfit_reason
 from .mxfp4 import DEQUANTISED
 from .shared_copy import SharedCopy
 from .watch import Watch
@@ -125,7 +125,7 @@ class TargetModel(Target):
                 yield
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def for_call(self) -> Iterator[None]:
         """Hold the target for one call and look at it; the caller's autocast has no effect."""
         with self.hold():
             self.look()
@@ -190,13 +190,13 @@ class TargetModel(Target):
                 advice = DEQUANTISED if is_fp4 else "load the target in another form (without target_weights = 'fp8')"
                 problem = f"The target has {note}, which transformers' own forward does not run: {reason}"
                 raise UnsupportedModelError(f"{problem}. Undo that, or {advice}.")
-            if is_fp4 and self.device.type not in known.FUSED_ON and note not in self._warned:
+            if is_fp4 and self.device.type not in fused.FUSED_ON and note not in self._warned:
                 self._warned.add(note)
                 message = f"On the {self.device.type} experts are unpacked at each use, slowly: {DEQUANTISED}."
                 warnings.warn(message, SpeedWarning, stacklevel=2)
             return Choice("fused", note)
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
-        could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and family_of(self.model)
+        could_be = self._asked == "auto" and self.device.type in fused.FUSED_ON and family_of(self.model)
         if could_be and backend.name != "fused" and backend.reason not in self._warned:
             self._warned.add(backend.reason)
             message = f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}."

@@ -113,6 +113,8 @@ def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path, monkeypatch
     with raises_with(OutputError, f"{tmp_path / 'file'} is not a folder"):
         check_output(tmp_path / "file" / "not" / "yet")
     check_output(tmp_path / "not" / "yet")
+    with raises_with(OutputError, "root"):
+        check_output("/", force=True)
     monkeypatch.setattr(atomic.os, "access", lambda *_: False)
     with raises_with(OutputError, f"{tmp_path} is not a folder that you may write to"):
         check_output(tmp_path / "not" / "yet")

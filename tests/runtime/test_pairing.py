@@ -359,3 +359,28 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     for name in (target, transformers.AutoModelForCausalLM.from_pretrained(target)):
         with raises(PairingError):
             SpeculativeModel.from_pretrained(name, head, draft_vocab=wrong, tokenizer=tokenizer)
+
+
+def test_a_target_whose_tokenizer_has_files_of_another_form(tmp_path: Path) -> None:
+    """As SentencePiece's of Vicuna; the error's own advice, to make a tokenizer.json elsewhere, leads on."""
+    target, head = write_pair(tmp_path)
+    definition = json.loads((target / "tokenizer.json").read_text())["model"]
+    (target / "tokenizer.json").unlink()
+    (target / "vocab.json").write_text(json.dumps(definition["vocab"]))
+    (target / "merges.txt").write_text("\n".join(map(" ".join, definition["merges"])))
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen2Tokenizer"}))
+    own = transformers.AutoTokenizer.from_pretrained(target)
+    own.save_pretrained(tmp_path / "own")
+    with raises(UsageError, option="--tokenizer"):
+        convert(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=BY_ID)
+    options = {"draft_vocab": 340, "target": target, "tokenizer": tmp_path / "own", "vocabulary": BY_ID}
+    slim = convert(head, out=tmp_path / "slim", **options)
+    model = SpeculativeModel.from_pretrained(target, slim.folder)
+    assert model.tokenizer_hash == slim.manifest.tokenizer["hash"] == load_tokenizer(tmp_path / "own").tokenizer_hash
+    expected = model.chat("Hi", max_new_tokens=4).token_ids
+    (target / "vocab.json").unlink()
+    with pytest.raises(TargetError, match="vocab"):
+        SpeculativeModel.from_pretrained(target, slim.folder)
+    given = SpeculativeModel.from_pretrained(target, slim.folder, tokenizer=own)
+    assert given.chat("Hi", max_new_tokens=4).token_ids == expected

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -183,6 +184,10 @@ def test_sources_that_do_not_fit(tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             count_tokens(sources, loaded, held_out=held_out)
+    options: dict[str, Any] = {"run_on": "spark", "on_error": "ignore", "tokenizer_library": "tiktoken"}
+    for option, word in options.items():
+        with pytest.raises(UsageError, match=f"{option}.*{word}"):
+            count_tokens([source], tokenizer, **{option: word})
     with pytest.raises(UsageError, match="messages is set by each rendering"):
         tokenizer.with_chat_template(kwargs={"messages": []})
     (tmp_path / "a.jsonl").write_text('{"text": ""}\nbroken\n')

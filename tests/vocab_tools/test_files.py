@@ -33,6 +33,20 @@ def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path, monkeypatch)
     assert (tmp_path / "x").read_bytes() == b"new"
 
 
+def test_a_link_is_followed_to_the_file_that_is_written(tmp_path):
+    (tmp_path / "store").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("store/x")
+    for data in (b"new", b"newer"):
+        write_file(refuse_existing(link, force=True), data)
+        assert link.is_symlink()
+        assert (tmp_path / "store/x").read_bytes() == data
+    link.unlink()
+    link.symlink_to("nowhere/x")
+    with raises_with(UsageError, str(tmp_path / "nowhere")):
+        refuse_existing(link)
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     with raises_with(UsageError, "a pipe or a device"):

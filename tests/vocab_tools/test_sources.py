@@ -132,7 +132,7 @@ def test_the_column_is_found_or_asked_for(tmp_path, name):
 
 def test_no_column_stands_out(tmp_path):
     for row, asked, words in (
-        ({"id": "f00d", "text": 5}, None, ",column=NAME behind .* have id, text"),
+        ({"id": "f00d", "text": 5}, None, r",column=NAME behind .* have id, text \(a value of type int\)"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
         ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
     ):
@@ -190,7 +190,7 @@ def test_a_file_that_becomes_shorter_is_named(files):
 
 def test_a_file_without_a_readable_record_is_named(tmp_path):
     for data, words in (
-        (b'{\n "text": "one"\n}', r"a\.json, line 1: not JSON"),
+        (b'{\n "text": "one"\n}', r"a\.json, line 1: not JSON: .*one record a line is expected"),
         (b"", "It is empty"),
         (b"[]", "It is empty"),
         (b"[1, 2]", r"a\.json, record 1: expected a JSON object, found int"),
@@ -199,6 +199,15 @@ def test_a_file_without_a_readable_record_is_named(tmp_path):
         (tmp_path / "a.json").write_bytes(data)
         with pytest.raises(CorpusError, match=words):
             open_source(CorpusSource(str(tmp_path / "a.json")))
+
+
+@pytest.mark.parametrize("column", [None, "text"])
+def test_two_columns_of_one_name_are_named(tmp_path, column):
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"]), tmp_path / "a.parquet"
+    )
+    with pytest.raises(CorpusError, match=r"a\.parquet: two columns have one name"):
+        open_source(CorpusSource(str(tmp_path / "a.parquet"), column=column))
 
 
 def test_text_documents_end_at_blank_lines():

@@ -314,7 +314,7 @@ def test_bad_files(tmp_path):
 def test_export_refusals(tmp_path):
     unranked = DraftVocab(np.array([2, 3]), 0, 12, ranked=False)
     refused = [(make(), "a.json", "sglang"), (make(), "freq_5.pt", "fr-spec")]
-    refused += [(unranked, "freq_2.pt", "fr-spec"), (unranked, "a.json", "mtplx")]
+    refused += [(unranked, "freq_2.pt", "fr-spec"), (unranked, "a.json", "mtplx"), (make(), "a.pt", "tensorrt")]
     for vocab, name, loader in refused:
         with raises(UsageError, option="--for"):
             export_token_map(vocab, tmp_path / name, loader)

@@ -240,6 +240,10 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
     for options, vocabulary, words in (
         ({"draft_vocab": 8.0}, {}, "--draft-vocab"),
         ({"draft_vocab": True}, {}, "--draft-vocab"),
+        ({"flavour": "vllm"}, {}, "flavour"),
+        ({"d2t_form": "relative"}, {}, "d2t_form"),
+        ({}, {"token_map": None, "order": "rank"}, "order"),
+        ({}, {"force_added": "some"}, "force_added"),
         ({"draft_vocab": 300}, {"token_map": None, "order": "ids"}, "--tokenizer"),
         ({}, {"force_added": "all"}, "--tokenizer"),
         ({}, {"weights": {"chat": 2.0}}, "--weights"),
@@ -360,6 +364,28 @@ def test_eagle1_keeps_its_biases_with_the_flags_of_every_engine(tmp_path, target
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
 
+@pytest.mark.parametrize(
+    "named", [["Qwen2ForCausalLM"], ["MixtralForCausalLM"], None, ["LlamaForCausalLMEagle"]], ids=str
+)
+def test_eagle1_of_another_class_is_what_vllm_and_sglang_load(tmp_path, named):
+    """vLLM puts Eagle before the name, has no EagleQwen2ForCausalLM, and stops at a norm before the first layer."""
+    norm = {"layers.0.input_layernorm.weight": random((HIDDEN,), 5)}
+    head = write_eagle1(tmp_path / "head", extra=norm, architectures=named, model_type="qwen2")
+    options = {"draft_vocab": 8, "vocabulary": by_map(tmp_path, RANKED)}
+    done = convert(head, **options, out=tmp_path / "out")
+    is_sglangs = named == ["LlamaForCausalLMEagle"]
+    expected = (named, "qwen2") if is_sglangs else (["LlamaForCausalLM"], "llama")
+    config = config_of(done.folder)
+    assert (config["architectures"], config["model_type"]) == expected
+    assert [*norm] == [*done.manifest.dropped]
+    assert not norm.keys() & written(done.folder).keys()
+    assert any("does not exist there" in warning for warning in done.manifest.warnings) == is_sglangs
+    assert verify_artifact(done.folder, head=head).ok
+    config = config_of(convert(head, **options, flavour="sglang", out=tmp_path / "sglang").folder)
+    name = "Qwen2ForCausalLMEagle" if named == ["Qwen2ForCausalLM"] else "LlamaForCausalLMEagle"
+    assert (config["architectures"], config["model_type"]) == ([name], "qwen2")
+
+
 def test_eagle1_keeps_its_norms(tmp_path):
     own = {f"layers.0.self_attn.{name}_norm.weight": random((heads.HEAD_DIM,), 90) for name in "qk"}
     done = audited(tmp_path, write_eagle1(tmp_path / "head", extra=own))
@@ -440,6 +466,31 @@ def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path,
     assert verify_artifact(done.folder, head=head, target=target).ok
     with raises(UsageError):
         convert(head, draft_vocab=TOKENS + 1, vocabulary=BY_ID, target=target, out=tmp_path / "more")
+
+
+def test_the_language_model_of_a_multimodal_target_is_compared_with_the_head(tmp_path, target):
+    """Of InternVL, DeepSeek-VL2 and Qwen-Omni; where its sizes are under no key that is known, a warning says so."""
+    head, flat = write_eagle3(tmp_path / "head", lm_head=False), config_of(target)
+    options = {"draft_vocab": 300, "vocabulary": BY_ID, "target": target}
+    tensors = {"thinker.lm_head.weight": heads.target_lm_head(target)}
+    for path in target.glob("*.safetensors"):
+        path.unlink()
+    heads.write_tensors(target, tensors)
+    omni = {"thinker_config": {"audio_config": {"hidden_size": 8}, "text_config": flat}}
+    for place in ({"llm_config": flat}, {"language_config": flat}, omni):
+        heads.write_json(target / "config.json", {"architectures": ["InternVLChatModel"], **place})
+        done = convert(head, **options, out=tmp_path / "out", force=True)
+        assert done.manifest.target["num_hidden_layers"] == heads.LAYERS
+        assert "compared" not in str(done.manifest.warnings)
+        found = written(done.folder)
+        assert torch.equal(found["lm_head.weight"], tensors["thinker.lm_head.weight"][found["d2t"] + torch.arange(300)])
+        heads.write_json(target / "config.json", json.loads(json.dumps(place).replace('size": 32', 'size": 48')))
+        with pytest.raises(MismatchError, match=r"hidden_size.*48"):
+            convert(head, **options, out=tmp_path / "other")
+    heads.write_json(target / "config.json", {"own_config": flat})
+    done = convert(head, **options, out=tmp_path / "out", force=True)
+    assert any("no hidden_size and no num_hidden_layers" in warning for warning in done.manifest.warnings)
+    assert verify_artifact(done.folder, head=head, target=target)["target"].status == "warning"
 
 
 def test_nan_rows_and_tensors_are_refused(tmp_path):

@@ -24,7 +24,7 @@ from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.safeailab import drafting
 from eagle_slim.runtime.safeailab.step import step_of
-from eagle_slim.runtime.target import known
+from eagle_slim.runtime.target import fused
 from eagle_slim.vocab_tools import DraftVocab, TokenizerError
 from support import upstream_stand_in
 from support.raising import raises, raises_with
@@ -172,7 +172,7 @@ def test_a_base_model_that_changes_while_patched_counts_from_the_next_call(name:
         for model in models:
             change(model.base_model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(known, "FUSED_ON", ("cpu",))
+            patch.setattr(fused, "FUSED_ON", ("cpu",))
             assert_same_texts(texts(patched, ids * 2), texts(plain, ids * 2))
         is_hooked = change not in (double_weights, assign_weights)
         assert step_of(patched).backend.name == ("upstream" if is_hooked else "fused")

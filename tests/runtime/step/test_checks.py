@@ -1,8 +1,6 @@
 """EAGLE_SLIM_CHECK=1: silent on sound steps; for each kind of wrong number, its slot, phase and value."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from eagle_slim.runtime import CheckError, DrafterError, SpeculativeModel, TreeConfig
@@ -13,7 +11,6 @@ from support.tiny_models import random_prompts, tiny_target, write_head
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = {"tree": TreeConfig(3, 4, 12)}
 PROMPTS = random_prompts([3, 9, 5])
-Spoil = Callable[[Any], None]
 
 
 @pytest.fixture(autouse=True)

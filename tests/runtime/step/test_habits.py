@@ -39,7 +39,7 @@ def theirs(model, ids=LEFT, **options):
     return model.target.model.generate(ids, **options)
 
 
-def test_1_a_left_padded_batch_is_returned_as_it_is(model):
+def test_a_left_padded_batch_is_returned_as_it_is(model):
     expected = theirs(model, max_new_tokens=12)
     output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=12)
     assert torch.equal(output.sequences, expected)
@@ -61,7 +61,7 @@ def test_1_a_left_padded_batch_is_returned_as_it_is(model):
     assert torch.equal(model.generate(PROMPTS, max_new_tokens=12).sequences, expected)
 
 
-def test_2b_the_output_is_a_model_output(model):
+def test_the_output_is_a_model_output(model):
     options = {"max_new_tokens": 5, "return_dict_in_generate": True}
     output, expected = (make(LEFT, attention_mask=MASK, **options) for make in (model.generate, partial(theirs, model)))
     assert isinstance(output, ModelOutput)
@@ -73,7 +73,7 @@ def test_2b_the_output_is_a_model_output(model):
     assert torch.equal(output["sequences"], expected["sequences"])
 
 
-def test_4_seeds(model):
+def test_seeds(model):
     def draw(**options):
         return model.generate(LEFT, attention_mask=MASK, max_new_tokens=12, do_sample=True, **options)
 
@@ -92,7 +92,7 @@ def test_4_seeds(model):
 
 
 @pytest.mark.parametrize("is_drafted", [True, False])
-def test_4b_a_seed_for_each_prompt(model, is_drafted):
+def test_a_seed_for_each_prompt(model, is_drafted):
     options = {"max_new_tokens": 14, "temperature": 1.2, "top_p": 0.95, "speculative": is_drafted, "ignore_eos": True}
     seeds = [11, 2**62, 11]
     whole = model.generate(PROMPTS, seed=seeds, **options)
@@ -121,7 +121,7 @@ class AtToken(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-def test_6_stopping_criteria(model):
+def test_stopping_criteria(model):
     for token in (18, 7, 11):
         criteria = StoppingCriteriaList([AtToken(token)])
         expected = theirs(model, max_new_tokens=30, stopping_criteria=criteria)
@@ -133,7 +133,7 @@ def test_6_stopping_criteria(model):
     assert (len(result.token_ids), result.finish_reason) == (1, "criteria")
 
 
-def test_7_stop_strings_with_a_tokenizer(chatty):
+def test_stop_strings_with_a_tokenizer(chatty):
     tokenizer = chatty.tokenizer
     ids = tokenizer("hello", return_tensors="pt").input_ids
     bare = SpeculativeModel(chatty.target, chatty.drafter)
@@ -146,7 +146,7 @@ def test_7_stop_strings_with_a_tokenizer(chatty):
         bare.generate(ids, stop_strings=[stop])
 
 
-def test_8_max_time(model):
+def test_max_time(model):
     expected = theirs(model, max_new_tokens=5)
     assert torch.equal(model.generate(input_ids=LEFT, max_new_tokens=5, max_time=100.0).sequences, expected)
     result = model.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True, max_time=1e-6).results[0]
@@ -154,7 +154,7 @@ def test_8_max_time(model):
     assert 1 <= len(result.token_ids) < 200
 
 
-def test_10_chats_by_vllms_names(chatty):
+def test_chats_by_vllms_names(chatty):
     hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "good bye"))
     one = chatty.chat(hello, max_tokens=8)
     assert one.token_ids == chatty.generate(chatty.encode_chat(hello), max_new_tokens=8).token_ids
@@ -169,7 +169,7 @@ def test_10_chats_by_vllms_names(chatty):
     assert several.token_ids == chatty.generate(chatty.encode_chat("hello"), **own).token_ids
 
 
-def test_11_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
+def test_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options = {"max_new_tokens": 9, "do_sample": False}
     texts, answers = ["a b", "c"], []
@@ -184,7 +184,7 @@ def test_11_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
     assert "not supported" not in caplog.text
 
 
-def test_13_a_mistyped_option_is_told_what_was_meant(model):
+def test_a_mistyped_option_is_told_what_was_meant(model):
     for name, meant in (("max_new_token", "max_new_tokens"), ("temprature", "temperature"), ("sead", "seed")):
         with raises(UsageError, option=name) as caught:
             model.generate([3, 4], **{name: 1})

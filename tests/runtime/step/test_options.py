@@ -255,6 +255,31 @@ def test_what_is_no_conversation(model, tmp_path, messages):
             model.encode_chat([HI | {"role": role}, HI | {"content": content}])
 
 
+def test_an_answer_in_channels_is_the_next_turns_history(model, tmp_path):
+    """gpt-oss' template refuses channels in a text, and beside a call takes either words or thoughts."""
+    template = (
+        "{% for m in messages %}{% if '<|channel|>final<|message|>' in m.content %}{{ raise_exception('channels') }}"
+        "{% elif m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% elif m.tool_calls %}"
+        "<{{ m.thinking }}>{{ m.tool_calls[0].function.name + (m.tool_calls[0].function.arguments | tojson) }}"
+        "{% else %}{{ m.role[0] + '<' ~ m.thinking ~ '>' + m.content }}{% endif %}{% endfor %}"
+    )
+    folder = write_folder(tmp_path, byte_level_bpe(), template)
+    model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    start, thought = "<|start|>assistant", "<|channel|>analysis<|message|>A?<|end|>"
+    for said, shown in (
+        (f"{thought}{start}<|channel|>final<|message|>B!", "a<A?>B!"),
+        ("<|channel|>analysis<|message|>cut", "a<cut>"),
+        (f'{thought}{start} to=functions.f<|channel|>commentary json<|message|>{{"x": 1}}', '<A?>f{"x": 1}'),
+        ("<|channel|>commentary<|message|>Wait<|end|><|start|>assistant to=functions.f<|message|>{", '<Wait>f"{"'),
+        ("plain", "a<>plain"),
+    ):
+        ids = model.encode_chat([HI, {"role": "assistant", "content": said}, HI])
+        assert model.tokenizer.decode(ids) == f"u<>Hi{shown}u<>Hi"
+    model.tokenizer.chat_template = "{{ messages[0].content }}"
+    content = f"{thought}B"
+    assert model.tokenizer.decode(model.encode_chat([{"role": "assistant", "content": content}])) == content
+
+
 def test_a_chat_takes_its_options_by_name(model):
     with raises(UsageError, option="n"):
         model.chat("Hi", n=1, num_return_sequences=1)

@@ -16,7 +16,7 @@ from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
-from eagle_slim.runtime.target import known
+from eagle_slim.runtime.target import fused
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support import changed_models
 from support.changed_models import CHANGES, FUSED, OUTCOMES, REFUSED, STEERED, UNCOUNTED, PeftStandIn, lora, steer
@@ -47,7 +47,7 @@ def own() -> Any:
 
 @pytest.fixture(autouse=True)
 def _fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(fused, "FUSED_ON", ("cpu",))
 
 
 def over(model: Any, head: Path, backend: str = "auto") -> SpeculativeModel:

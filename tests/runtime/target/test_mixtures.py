@@ -9,7 +9,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.target import known
+from eagle_slim.runtime.target import fused
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
@@ -23,7 +23,7 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(fused, "FUSED_ON", ("cpu",))
 
 
 @pytest.fixture(params=["qwen3moe", "gptoss"])
