@@ -232,7 +232,7 @@ def _read_call(
         raise misfit("stream_options", "an object, beside stream = true", of_stream)
     with_usage = read_flag("stream_options.include_usage", of_stream.get("include_usage") or False)
     # OpenAI's defaults.
-    drawn = {"temperature": 1.0, "seed": secrets.randbelow(2**63)} | fields
+    drawn = {"temperature": 1.0, "seed": secrets.randbelow(2**63), **fields}
     sampling = SamplingConfig(**{name: drawn[name] for name in (*_SAMPLING, "seed") if name in drawn})
     options = {name: fields[name] for name in _OPTIONS & fields.keys()}
     name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
