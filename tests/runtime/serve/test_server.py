@@ -258,6 +258,8 @@ def test_a_fault_of_one_answer_is_its_own(
             raise ValueError("a strange tokenizer")
         return decode(ids, **options)
 
+    wait_for(lambda: served.is_idle)
+    caplog.clear()
     other = MixedCall([5, 6, 7], {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "seed": 0})
     alone = other.alone(model)
     monkeypatch.setattr(model.tokenizer, "decode", refuse)
