@@ -15,9 +15,8 @@ import sysconfig
 import time
 from pathlib import Path
 
-import torch
+from eagle_slim import runtime
 from eagle_slim.convert import Artifact
-from eagle_slim.runtime import SpeculativeModel
 
 SIZE = 16384
 SLIM = f"smollm2-135m-instruct-eagle3-v{SIZE}"  # the name that eagle-convert gives it by default
@@ -46,8 +45,10 @@ def run(*command: str, folder: Path, shown: slice | None = None) -> list[str]:
 
 def measure(head: Path, num_tokens: int) -> str:
     """Answer with drafts and without, in turn; return accepted length and speeds as two lines."""
+    import torch  # takes seconds, and commands come first
+
     torch.set_num_threads(1)  # threads that wait for others would count as busy
-    model = SpeculativeModel.from_pretrained(head=head, dtype="float32").with_tree(None)
+    model = runtime.SpeculativeModel.from_pretrained(head=head, dtype="float32").with_tree(None)
     is_cpu = model.target.device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter
     prompt, seconds = model.encode_chat(PROMPT), {True: 0.0, False: 0.0}

@@ -48,6 +48,7 @@ from .errors import AcceptanceWarning, UsageError, misfit
 from .opening.heads import OpenedHead, open_head
 from .opening.pairing import check_pairing, check_tokenizers, check_vocabulary, resolve_tap_layers
 from .opening.targets import OpenedTarget, open_target, read_place
+from .ops import garbage_kept
 from .settings import TreeConfig, check_tree, explain_unknown
 from .step.decoders import Decoders
 from .step.graphs import WarmUp
@@ -572,15 +573,16 @@ def pair(
         # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
         head = replace(head, head=head.head.without_padding(int(text_config.vocab_size)))
         draft_ids = head.choose(draft_vocab)
-    loaded, tokenizer_hash = target.load_tokenizer(is_needed=tokenizer is None)
-    tokenizer_hash = check_tokenizers(head, str(target), tokenizer_hash, tokenizer)
-    check_vocabulary(draft_vocab, tokenizer_hash, str(target))
-    taps = resolve_tap_layers(head.head, int(text_config.num_hidden_layers))
-    wrapped = TargetModel(target.load(), taps, target.backend)
-    weights = load_head_weights(head.head, wrapped, draft_ids)
-    # Packed in rank order, so that smaller vocabularies find their rows in it.
-    order = _rank_rows(head, draft_ids, draft_vocab, weights.device)
-    built = choose_drafter(drafter, weights, shape, draft_weights, order)
+    with garbage_kept():
+        loaded, tokenizer_hash = target.load_tokenizer(is_needed=tokenizer is None)
+        tokenizer_hash = check_tokenizers(head, str(target), tokenizer_hash, tokenizer)
+        check_vocabulary(draft_vocab, tokenizer_hash, str(target))
+        taps = resolve_tap_layers(head.head, int(text_config.num_hidden_layers))
+        wrapped = TargetModel(target.load(), taps, target.backend)
+        weights = load_head_weights(head.head, wrapped, draft_ids)
+        # Packed in rank order, so that smaller vocabularies find their rows in it.
+        order = _rank_rows(head, draft_ids, draft_vocab, weights.device)
+        built = choose_drafter(drafter, weights, shape, draft_weights, order)
     model = SpeculativeModel(wrapped, built, tokenizer or loaded, max_model_len, head, tokenizer_hash, tree is None)
     return model if draft_window is None else model.with_draft_window(draft_window)
 

@@ -9,6 +9,7 @@ replay has no ranges inside.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -81,6 +82,18 @@ def lacks_fp8(device: torch.device) -> str | None:
         return None
     chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
     return f"needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}"
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Look for no garbage in a block whose many objects stay: each search reads the million of all imported modules."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from eagle_slim.vocab_tools.common_cli import choice_option, note
+from eagle_slim.vocab_tools.hub import show_downloads
 
 from .settings import TreeConfig
 
@@ -112,19 +114,25 @@ no_follow_option = click.option("--follow", hidden=True, expose_value=False, cal
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     """Take the options of `model_options` out of a command's, and load the head and other ``heads`` with the target."""
     note(f"loading {options['head'] or 'the built-in head'} with its target")
+    # Looking for garbage among a million new objects of modules takes a sixth of their imports.
+    gc.disable()
     from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    _show_progress()
 
     from .model import SpeculativeModel
     from .opening.targets import open_target
 
+    # The oldest generation from now on: at the end Triton tells of what is still frozen as leaks.
+    gc.freeze()
+    gc.unfreeze()
+    gc.enable()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    show_downloads()
+    _show_progress()
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | more
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
-    note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
+    note(f"target: {model.target.backend}; {model.drafting}; this drafter: {model.drafter.reason}")
     for name in ("revision", "dtype", "device", "target_weights"):
         del given[name]
     given |= {"drafter": model.drafter.backend, "tokenizer": model.tokenizer}

@@ -90,6 +90,15 @@ def keep_limit() -> None:
     _limit_s = None
 
 
+def show_downloads() -> None:
+    """Show the progress of downloads, which transformers hides with its own, unless the environment says otherwise."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import enable_progress_bars
+
+    if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
+        enable_progress_bars()
+
+
 def is_offline() -> bool:
     """Report whether HF_HUB_OFFLINE forbids every request."""
     from huggingface_hub import constants

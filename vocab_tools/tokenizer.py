@@ -13,7 +13,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from .errors import MissingTokenizerFileError, SourceError, TokenizerError, UsageError
 from .files import expand_home, read_object, read_text, regular_file
-from .hub import find_folder
+from .hub import built_in_folder, find_folder
 from .target import language_configs
 
 if TYPE_CHECKING:
@@ -36,8 +37,11 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id (--tokenizer)."
 
 
-def _sha256(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+def _canonical(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+
+
+def _sha256(text: str) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -130,14 +134,19 @@ class LoadedTokenizer:
     def token_texts(self) -> list[str | None]:
         """Token text by id as the vocabulary spells it, None where no token has the id; [vocab_size] entries."""
         texts = {**{token_id: text for text, token_id in self.vocab.items()}, **self.added_tokens}
-        return [texts.get(token_id) for token_id in range(self.vocab_size)]
+        return [*map(texts.get, range(self.vocab_size))]
 
     @cached_property
     def tokenizer_hash(self) -> str:
         """Hash of the canonical (id, token, special) list, the normaliser and the pre-tokeniser."""
-        texts = [(token_id, text) for token_id, text in enumerate(self.token_texts) if text is not None]
-        tokens = [[token_id, text, token_id in self.special_ids] for token_id, text in texts]
-        return _sha256([tokens, self._component("normalizer"), self._component("pre_tokenizer")])
+        # As JSON at once: a list for each token would have the garbage collector look through all that was imported.
+        tokens = ",".join(
+            f"[{token_id},{encode_basestring_ascii(text)},{'true' if token_id in self.special_ids else 'false'}]"
+            for token_id, text in enumerate(self.token_texts)
+            if text is not None
+        )
+        components = [self._component(name) for name in ("normalizer", "pre_tokenizer")]
+        return _sha256(f"[[{tokens}],{_canonical(components)[1:]}")
 
     @property
     def chat_template(self) -> str | None:
@@ -147,7 +156,7 @@ class LoadedTokenizer:
     @cached_property
     def chat_template_hash(self) -> str | None:
         """Hash of all chat templates, or None without any."""
-        return _sha256(dict(self.chat_templates)) if self.chat_templates else None
+        return _sha256(_canonical(dict(self.chat_templates))) if self.chat_templates else None
 
     @cached_property
     def byte_level(self) -> bool:
@@ -196,7 +205,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if path.is_file():
         return _load(str(source), path, path.parent if path.name == _TOKENIZER else None)
     if path.is_dir():
-        return _load(str(source), path / _TOKENIZER, path)
+        load = _load_built_in if path == built_in_folder() else _load
+        return load(str(source), path / _TOKENIZER, path)
     if path.exists():
         regular_file(path, TokenizerError)
     # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
@@ -255,18 +265,22 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     return LoadedTokenizer(backend, source, commit, templates, special_tokens, generation_config)
 
 
+_load_built_in = lru_cache(1)(_load)
+"""A head's ranking and its target read it, too; its files never change."""
+
+
 def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path) -> None:
     """Add the tokens that only tokenizer_config.json knows, as transformers does on loading."""
     from tokenizers import AddedToken
 
-    known = set(backend.get_vocab(with_added_tokens=True).values())
     decoder = config.get("added_tokens_decoder") or {}
     try:
         entries = {int(key): (str(entry["content"]), entry) for key, entry in decoder.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         form = 'ids with tokens, as in {"2": {"content": "</s>"}}'
         raise TokenizerError(f"{file}: added_tokens_decoder: expected {form}.") from error
-    for token_id in sorted(entries.keys() - known):
+    missing = entries.keys() - backend.get_added_tokens_decoder().keys()
+    for token_id in sorted(missing.difference(backend.get_vocab(with_added_tokens=True).values()) if missing else ()):
         content, entry = entries[token_id]
         options = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
         normalized = bool(entry.get("normalized", not options["special"]))

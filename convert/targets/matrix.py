@@ -29,18 +29,18 @@ from .lm_head import LmHead
 
 _MODEL = ("", "model.", "language_model.", "model.language_model.", "language_model.model.", "text_model.")
 # Qwen-Omni's, and DeepSeek-VL2's.
-_MODEL += ("thinker.", "language.")
-LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _MODEL)
+_INNER = (*_MODEL, "thinker.", "language.")
+LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _INNER)
 """Spellings of an LM head of its own: plain, and inside multimodal models."""
 
-_TEXT = ("model.", *_MODEL, "model.language_model.model.", "model.text_model.", "thinker.model.", "language.model.")
+_TEXT = ("model.", *_INNER, "model.language_model.model.", "model.text_model.", "thinker.model.", "language.model.")
 EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the LM head's name among `names`, the embedding first where `tied`, else last; else CheckpointError."""
-    prefixes = tuple(f"{prefix}lm_head." for prefix in _MODEL)
+    prefixes = tuple(f"{prefix}lm_head." for prefix in _INNER)
     other = next((name for name in names if name.startswith(prefixes) and name not in LM_HEAD_NAMES), None)
     if not tied and other is not None:
         problem = f"{shorten(other)}: an LM head that is quantised, or has a bias, is not gathered"

@@ -124,14 +124,6 @@ class TargetModel(Target):
             with own:
                 yield
 
-    @contextmanager
-    def for_call(self) -> Iterator[None]:
-        """Hold the target for one call and look at it; the caller's autocast has no effect."""
-        with self.hold():
-            self.look()
-            with torch.autocast(self.device.type, enabled=False):
-                yield
-
     def _take(self) -> None:
         check_supported(self.model)
         self.layers = find_decoder_layers(self.model)
@@ -355,8 +347,11 @@ class TargetModel(Target):
     def _record_features(self, copy: SharedCopy) -> None:
         """Register hooks that record each forward's features in the copy's ``taps``, by index into ``tap_layers``."""
 
+        # Not the copy, which holds the hooks: a target that is let go is free at once.
+        taps = copy.taps
+
         def keep(place: int, read: Callable[[Any, Any], Tensor]) -> Callable[..., None]:
-            return lambda _module, args, given: copy.taps.update({place: read(args, given)})
+            return lambda _module, args, given: taps.update({place: read(args, given)})
 
         if self.tap_layers is None:
             copy.of(self.model.get_decoder()).register_forward_hook(keep(0, _output_states))

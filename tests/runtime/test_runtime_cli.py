@@ -14,6 +14,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, TargetError, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.vocab_tools.common_cli import emit_json
+from huggingface_hub.utils import are_progress_bars_disabled
 from packaging.version import Version
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
@@ -110,6 +111,12 @@ def test_a_line_says_once_that_kernels_compile(generate: Run, monkeypatch: pytes
     monkeypatch.setattr(Graphs, "run", practise)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert generate("--prompt", "hello", "--max-new-tokens", "4").err.count("compiling kernels") == 1
+
+
+def test_downloads_show_their_progress(generate: Run) -> None:
+    """They may take minutes."""
+    assert generate("--prompt", "hello", "--max-new-tokens", "2").code == 0
+    assert not are_progress_bars_disabled()
 
 
 def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> None:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import numpy as np
@@ -48,6 +49,15 @@ def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path)
     assert base.tokenizer_hash not in hashes
     assert base.tokenizer_hash.startswith("sha256:")
     assert load_tokenizer(write_folder(tmp_path / "again", base.backend)).tokenizer_hash == base.tokenizer_hash
+
+
+def test_hash_is_of_the_list_as_json(tmp_path):
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(added=['"\\\n\x01', "😀é"])))
+    state = json.loads(loaded.backend.to_str())
+    tokens = [[token_id, text, token_id in loaded.special_ids] for token_id, text in enumerate(loaded.token_texts)]
+    text = json.dumps([tokens, state["normalizer"], state["pre_tokenizer"]], sort_keys=True, separators=(",", ":"))
+    assert {'"\\\n\x01', "😀é"} < set(loaded.token_texts)
+    assert loaded.tokenizer_hash == f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def test_bytes_of_tokens(tmp_path):

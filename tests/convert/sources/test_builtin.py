@@ -53,6 +53,7 @@ def test_exported_tokenizer_is_smollm2s(target):
     assert [tokenizer.backend.decode([i]) for i in ids if tokenizer.backend.decode([i]).isdigit()] == list("1234")
     assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.generation_config["eos_token_id"] == 2
+    assert load_tokenizer(target) is tokenizer  # its files never change
     # The corpus was counted with this very vocabulary.
     assert load_embedded_counts().tokenizer_hash == tokenizer.tokenizer_hash
 

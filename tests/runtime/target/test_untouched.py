@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.ops import garbage_kept
 from eagle_slim.runtime.target import attention, shared_copy, wrapper
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
@@ -80,6 +82,16 @@ def test_nothing_is_left_in_transformers_when_ours_is_gone(head: Path) -> None:
     assert [dict(interface._global_mapping) for interface in INTERFACES] == before
 
 
+def test_a_target_that_is_let_go_is_free_at_once(head: Path) -> None:
+    """Its memory must not wait for a search for garbage."""
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head)
+    model.generate(PROMPT, max_new_tokens=3)
+    own = ref(model.target.model)
+    with garbage_kept():
+        del model
+        assert own() is None
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the first time that a line is reached, or, without one, notes the lines."""
 
@@ -138,7 +150,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(step: int, head: Path) -
 
 
 def in_another_thread(act: Callable[[], Any]) -> Any:
-    """What an act gives there, whose end is waited for."""
+    """Return what an act gives there, whose end is waited for."""
     results: list[Any] = []
     other = threading.Thread(target=lambda: results.append(act()))
     other.start()
