@@ -63,11 +63,11 @@ def refusal_of(error: BaseException) -> RefusedError:
     """Return what a client is told of an error."""
     if isinstance(error, RefusedError):
         return error
-    # Starlette's errors have a status.
-    status = getattr(error, "status_code", 500)
+    # Starlette's errors have a status, and headers.
+    status, headers = getattr(error, "status_code", 500), getattr(error, "headers", None) or {}
     if status >= 500 and not isinstance(error, EagleSlimError):
         return RefusedError(f"{type(error).__name__} in the server", status)
-    return RefusedError(str(getattr(error, "detail", error)), status)
+    return RefusedError(str(getattr(error, "detail", error)), status, **headers)
 
 
 @dataclass(eq=False)

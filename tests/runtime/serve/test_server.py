@@ -191,6 +191,7 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
     assert [each["id"] for each in json.loads(call(f"{url}/v1/models")[2])["data"]] == ["tiny", "small"]
     assert json.loads(call(f"{url}/v1/models/tiny")[2])["max_model_len"] == 200
     assert call(f"{url}/v1/models/other")[0] == 404
+    assert call(f"{url}/v1/completions")[1]["allow"] == "POST"
     headers = call(f"{url}/health", Origin="http://page")[1]
     assert headers["access-control-allow-origin"] == "http://page"
     assert "access-control-allow-origin" not in call(f"{url}/health", Origin="http://other")[1]
