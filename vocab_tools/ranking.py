@@ -131,6 +131,7 @@ def rank_by_order(
     break a rule; TokenizerError for an order or candidates that were made with another tokenizer.
     """
     account, warnings, counted = Provenance(), list[str](), None
+    is_foreign = not isinstance(order, DraftVocab) or order.is_token_map
     if target_vocab is None:
         if tokenizer is None:
             raise UsageError("Ranking by order needs --tokenizer or the size of the target's vocabulary.")
@@ -151,7 +152,7 @@ def rank_by_order(
         ranked = pool.order_by_score(np.zeros(target_vocab))
         account["method"] = "ids"
     else:
-        ranked, size, more = _ranked_as_given(order, size, pool, warnings)
+        ranked, size, more = _ranked_as_given(order, size, pool, warnings, is_foreign)
         warnings += more
         account["method"] = "token map"
     if counted is not None:
@@ -353,7 +354,7 @@ def _size_for_floors(problem: FloorProblem, order: _Ids, size: int, pool: _Pool)
 
 
 def _ranked_as_given(
-    order: ArrayLike, size: int | None, pool: _Pool, known: Sequence[str]
+    order: ArrayLike, size: int | None, pool: _Pool, known: Sequence[str], is_foreign: bool
 ) -> tuple[_Ids, int, list[str]]:
     """Return the pool's ids in a given order, forced ones first, the size (by default the order's), and warnings."""
     warnings: list[str] = []
@@ -377,7 +378,8 @@ def _ranked_as_given(
         why = f" ({'; '.join([*known, *warnings])})" if known or warnings else ""
         found = f"only {len(ranked)} usable ids are ranked{why}"
         raise UsageError(f"A draft vocabulary of {size} was asked for, but {found}.")
-    elif size < len(usable):
+    # Our own order may ascend: by id, where the lowest ids are the forced ones.
+    elif is_foreign and size < len(usable):
         warnings.extend(doubts_of_rank(order, size))
     return ranked, size, warnings
 

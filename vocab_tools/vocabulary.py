@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -116,8 +117,11 @@ class DraftVocab:
 
     @property
     def is_token_map(self) -> bool:
-        """Whether the ids come from a list or a map of another tool."""
-        return self.provenance.get("method") == "token map"
+        """Whether the ids come, at first, from a list or a map of another tool."""
+        origin: Mapping[str, Any] = self.provenance
+        while isinstance(origin.get("token_map"), dict):
+            origin = origin["token_map"]
+        return origin.get("method") == "token map"
 
     @property
     def counted_ids(self) -> NDArray[np.int64] | None:

@@ -563,6 +563,17 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
         convert(head, draft_vocab=280, vocabulary=ranks, target=other, out=tmp_path / "no")
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_ascending_ids_are_doubted_where_another_tool_listed_them(tmp_path, head, target, is_ours):
+    vocabulary = BY_ID if is_ours else by_map(tmp_path, range(340))
+    warned = []
+    for size in (320, 300, 280):
+        head = convert(head, draft_vocab=size, vocabulary=vocabulary, target=target, out=tmp_path / f"of-{size}").folder
+        warned.append("as in a map that was sorted" in str(Artifact.load(head).manifest.warnings))
+        vocabulary = VocabRequest(token_map=head)
+    assert warned == [not is_ours] * 3
+
+
 def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, head, target):
     first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
     named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
