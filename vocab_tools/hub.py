@@ -93,7 +93,7 @@ def keep_limit() -> None:
 def show_downloads() -> None:
     """Show the progress of downloads, which transformers hides with its own, unless the environment says otherwise."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub.utils.tqdm import enable_progress_bars
 
     if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
         enable_progress_bars()
