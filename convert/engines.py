@@ -20,6 +20,7 @@ from . import names
 from .heads.config import QWEN3_ARCHITECTURE, sliding_window
 from .heads.draft_head import DraftHead
 from .heads.taps import AUX_LAYER_KEY, default_taps, section, tap_layers, uses_aux_layers
+from .rows.files import LONG_NAMES
 
 Severity = Literal["error", "warning", "note"]
 Fault = tuple[Severity, str, str]
@@ -82,6 +83,8 @@ class HeadFacts:
     num_taps: int
     target_layers: int | None = None
     nonzero_fc_bias: bool = False
+    dtype: str | None = None
+    target_dtype: str | None = None
 
     @classmethod
     def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
@@ -95,6 +98,7 @@ class HeadFacts:
             target_vocab=head.target_vocab,
             num_taps=head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0,
             nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
+            dtype=LONG_NAMES[head.dtype_name],
         )
         return replace(facts, **known)
 
@@ -326,6 +330,13 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
             problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
             way = f"convert with --tap-layers {_joined(taps)}, which writes both keys"
             yield "warning", problem, way if head.has_sure_taps else _NAME_TARGET
+    # 0.5.23, `models/gpt_oss.py`: the layer's output is captured behind the loop, which `models/llama.py` does not.
+    if engine == "sglang" and layers is not None and layers in (taps or ()):
+        yield (
+            "warning",
+            "the last layer's output is captured of gpt-oss and few other targets, not of Llama or Qwen",
+            "",
+        )
 
 
 def _of_converter(head: HeadFacts) -> Iterator[Fault]:
@@ -339,7 +350,12 @@ def _of_converter(head: HeadFacts) -> Iterator[Fault]:
 
 
 def _of_layer(head: HeadFacts, engine: str) -> Iterator[Fault]:
-    """Check activation, rotation and window, which EAGLE-1/2 and EAGLE-3 heads may both have."""
+    """Check dtype, activation, rotation and window, which EAGLE-1/2 and EAGLE-3 heads may both have."""
+    # Each model gets the type of its own config.json, half for single (`configs/model_config.py`); vLLM's the target's.
+    own, other = ("float16" if each == "float32" else each for each in (head.dtype, head.target_dtype))
+    if engine == "sglang" and None not in (own, other) and own != other:
+        problem = f"the head is in {head.dtype}, the target in {head.target_dtype}, and it multiplies no two types"
+        yield "warning", problem, f"serve both in one: --dtype {other}"
     # transformers has silu under a second name, swish.
     activation = head.config.get("hidden_act") or "silu"
     if engine in ("vllm", "sglang") and activation != "silu":

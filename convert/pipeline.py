@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
 from .errors import MismatchError
-from .heads.config import position_warnings
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
@@ -256,7 +256,9 @@ def _plan(
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors = plan_tensors(head, lm_head, ids)
     config = config_of(head, rows, options.flavour)
-    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
+    dtype = None if inputs.target is None else inputs.target.dtype
+    known = {"target_layers": inputs.target_layers, "target_dtype": dtype}
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, **known)
     findings = conversion_findings(facts)
     notes = in_words([found for found in findings if options.flavour in ("default", found.engine)])
     manifest = _manifest(inputs, options, ranking, vocab, notes)
@@ -282,7 +284,7 @@ def _manifest(
     elif ranked is not None and ranking is not None and options.vocabulary.is_default:
         tokenizer = ranked.tokenizer
     if inputs.target is not None:
-        warnings += [*inputs.target.doubts, *position_warnings(head.config, inputs.target.config)]
+        warnings += inputs.target.doubts_of(head)
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:
@@ -354,7 +356,8 @@ def _describe_target(inputs: Inputs) -> dict[str, Any]:
 def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
     """Replace paths of this machine in warnings by folder names, as an upload publishes the manifest."""
     opened = (inputs.target and inputs.target.name, inputs.tokenizer and inputs.tokenizer.source, inputs.head.location)
-    local = {place for place in opened if place and expand_home(place).exists()}
+    # A name without folders, such as a dot, tells nothing, and may stand for something else in a sentence.
+    local = {place for place in opened if place and "/" in normpath(place) and expand_home(place).exists()}
     for place in sorted(local, key=len, reverse=True):
         warnings = [warning.replace(place, expand_home(place).resolve().name) for warning in warnings]
     return tuple(warnings)

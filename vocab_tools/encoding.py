@@ -70,7 +70,10 @@ def build_encoder(spec: EncoderSpec) -> Encode:
     tokenizer = Tokenizer.from_str(spec.tokenizer_json)
 
     def encode(texts: Sequence[str]) -> Encoded:
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # tokenizers raises bare Exception from Rust
+            raise TokenizerError(f"tokenizers cannot encode the corpus with this tokenizer: {error}.") from error
         offsets = np.zeros(len(encodings) + 1, np.int64)
         # The quickest way from lists of int to memory: 8 ns per token, half of numpy's.
         ids = array("I")

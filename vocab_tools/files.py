@@ -12,6 +12,8 @@ from typing import Any
 
 from .errors import EagleSlimError, UsageError
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def expand_home(path: str | Path) -> Path:
     """Return a path with `~` and `~user` replaced; an unknown user is left as it is, as in a shell."""
@@ -25,10 +27,15 @@ def check_named(path: object) -> None:
 
 
 def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
-    """Return the path of a file; raises `error_type` where it is missing, a folder, or a pipe or device (may block)."""
+    """Return the path of a file; raises `error_type` where it is missing, a folder, or a pipe or device (may block).
+
+    So, too, for the text that Git LFS leaves in the place of a file that it has not fetched.
+    """
     path = Path(path)
     try:
-        mode = path.stat().st_mode
+        state = path.stat()
+        mode = state.st_mode
+        is_pointer = stat.S_ISREG(mode) and state.st_size < 1024 and path.read_bytes().startswith(_LFS_POINTER)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise error_type(f"{path}: no such {what}.") from error
     except OSError as error:
@@ -36,6 +43,9 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
     if not stat.S_ISREG(mode):
         found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
         raise error_type(f"{path}: is {found}; a regular file is needed.")
+    if is_pointer:
+        advice = "Run `git lfs pull` in that folder, or fetch the repository with `hf download`."
+        raise error_type(f"{path}: this is a Git LFS pointer, not the {what}.\n{advice}")
     return path
 
 

@@ -245,10 +245,13 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
         way = f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER"
         advice = f"Make one with transformers, where you trust the code of the repository: {way}."
         raise MissingTokenizerFileError(f"{source}: no {_TOKENIZER}. {advice}")
+    regular_file(file, TokenizerError)
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
         raise TokenizerError(f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.") from error
+    if backend.get_vocab_size() == 0:
+        raise TokenizerError(f"{file}: it has no token. {_WHAT_TO_GIVE}")
     config = beside(_CONFIG)
     _add_missing_tokens(backend, config, file.parent / _CONFIG)
     backend.no_truncation()

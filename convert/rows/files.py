@@ -56,8 +56,6 @@ WEIGHTS = re.compile(r"(?!training_args|optimizer|scheduler|scaler|consolidated)
 vLLM, SGLang and FR-Spec read .pt, the suffix of maps and of trainers' states, only where neither of the two is.
 """
 
-_LFS_POINTER = b"version https://git-lfs"
-
 
 def item_size(name: str) -> int:
     """Return the bytes per element of a dtype of whole bytes."""
@@ -236,13 +234,10 @@ def damaged(where: str | Path, problem: str) -> CheckpointError:
 
 
 def refuse_pointers(path: Path, where: str = "") -> None:
-    """Raise CheckpointError for what is no regular file, and for the text that Git LFS leaves in a file's place."""
+    """Raise CheckpointError for what is not there, or no regular file (`regular_file`)."""
     if not path.exists():
         raise damaged(where or path, "not there")
-    with regular_file(path, CheckpointError, "file of weights").open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            advice = "Run `git lfs pull` in that folder, or fetch the repository with `hf download`."
-            raise CheckpointError.at(where or path, f"this is a Git LFS pointer, not the weights.\n{advice}")
+    regular_file(path, CheckpointError, "file of weights")
 
 
 @lru_cache

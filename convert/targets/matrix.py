@@ -27,9 +27,9 @@ from ..rows.hub_tensor import HubFile, cached_tensor, fetch_tensor, kept_tensor
 from ..sources.source import ResolvedSource
 from .lm_head import LmHead
 
-_MODEL = ("", "model.", "language_model.", "model.language_model.", "language_model.model.", "text_model.")
-# Qwen-Omni's, and DeepSeek-VL2's.
-_MODEL += ("thinker.", "language.")
+# The last two are Qwen-Omni's and DeepSeek-VL2's.
+_PARTS = ("language_model.", "model.language_model.", "language_model.model.", "text_model.", "thinker.", "language.")
+_MODEL = ("", "model.", *_PARTS)
 LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _MODEL)
 """Spellings of an LM head of its own: plain, and inside multimodal models."""
 

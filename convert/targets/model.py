@@ -15,6 +15,7 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import MAX_PADDING
 
 from ..errors import MismatchError, SourceError
+from ..heads.config import position_warnings
 from ..heads.draft_head import DraftHead, has_padding_of
 from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance, or_built_in
 from ..sources.source import ResolvedSource, target_files
@@ -48,12 +49,18 @@ class HeadTarget:
         found = self.config.get("num_hidden_layers")
         return found if isinstance(found, int) else None
 
-    @property
-    def doubts(self) -> list[str]:
-        """A warning where the configuration lacks sizes that a head is compared with."""
+    def doubts_of(self, head: DraftHead) -> list[str]:
+        """Warn of what the configuration lacks, or has otherwise than a head that fits."""
         lacking = [key for key in ("hidden_size", "num_hidden_layers") if self.config.get(key) is None]
         what = f"config.json of the target {self.name} names no {' and no '.join(lacking)}"
-        return [f"{what}, with which the head would be compared"] if lacking else []
+        warnings = [f"{what}, with which the head would be compared"] if lacking else []
+        return warnings + position_warnings(head.config, self.config)
+
+    @property
+    def dtype(self) -> str | None:
+        """Type of the weights that engines take by default, such as "bfloat16"; None where it is not said."""
+        found = self.config.get("dtype") or self.config.get("torch_dtype")
+        return found.removeprefix("torch.") if isinstance(found, str) else None
 
 
 def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:

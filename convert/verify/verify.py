@@ -19,7 +19,6 @@ from .. import names
 from ..artifact.manifest import Manifest
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
-from ..heads.config import position_warnings
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
 from ..heads.taps import with_tap_layers
@@ -97,15 +96,17 @@ def verify_artifact(
     require_engines(engines, engine_version)
     head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
     sources = _SourceChecks(head_name, target_name, tokenizer_name, offline)
-    check = partial(_check_engine, version=engine_version)
+    check = partial(_check_engine, version=engine_version, sources=sources)
     of_engines = (Rule(f"engine {engine}", partial(check, engine=engine), _WITH_HEAD) for engine in engines)
     parts, unread = ArtifactParts(folder), set[str]()
     rules = (*RULES, *sources.rules(), *of_engines)
     return Verification(folder, tuple(Check(rule.name, *rule.outcome(parts, unread)) for rule in rules))
 
 
-def _check_engine(parts: ArtifactParts, engine: str, version: str | None) -> Outcome:
-    known = {"draft_vocab": parts.manifest.draft_vocab, "target_layers": parts.target_layers}
+def _check_engine(parts: ArtifactParts, engine: str, version: str | None, sources: _SourceChecks) -> Outcome:
+    dtype = None if sources.target is None else sources.target.dtype
+    vocab, layers = parts.manifest.draft_vocab, parts.target_layers
+    known: dict[str, Any] = {"draft_vocab": vocab, "target_layers": layers, "target_dtype": dtype}
     facts = HeadFacts.of(parts.head, config=parts.config, **known)
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
     errors, warnings, notes = (
@@ -124,7 +125,7 @@ class _SourceChecks:
     target_name: str | None
     tokenizer_name: str | None
     offline: bool
-    _target: targets.HeadTarget | None = field(default=None, init=False)
+    target: targets.HeadTarget | None = field(default=None, init=False)
     _head: DraftHead | None = field(default=None, init=False)
 
     def rules(self) -> tuple[Rule, ...]:
@@ -145,12 +146,12 @@ class _SourceChecks:
                 was = "was a local folder" if "name" in recorded else "is not recorded"
                 raise SkippedError(f"the target {was}; name it with --target")
         with _skipping("the target", "--target", self.target_name):
-            self._target = found = targets.open_target(name, revision, self._only_cache)
+            self.target = found = targets.open_target(name, revision, self._only_cache)
         targets.check_head_fits(parts.head, found)
         sizes = {key: found.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
         others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
         problems = [f"the manifest records {key} {recorded[key]}, it is {sizes[key]}" for key in others]
-        doubts = [*found.doubts, *position_warnings(parts.head.config, found.config)]
+        doubts = found.doubts_of(parts.head)
         if doubts and not problems:
             return "warning", "; ".join(doubts)
         return settled(f"{found.name}: widths, vocabulary and tap layers fit", *problems)
@@ -176,7 +177,7 @@ class _SourceChecks:
             if written.dtype != rows.dtype or not written.equal(rows):
                 problems.append(f"{name} differs from the source's rows")
         is_left_out = names.EMBEDDING in source.tensors and names.EMBEDDING not in parts.weights.tensors
-        is_copy = is_embedding_of(self._target.source, source) if is_left_out and self._target is not None else None
+        is_copy = is_embedding_of(self.target.source, source) if is_left_out and self.target is not None else None
         if is_left_out and is_copy is False:
             problems.append(f"{names.EMBEDDING} is left out, and is no copy of the target's")
         doubt = "; that the target has its embedding is not known here" if is_left_out and is_copy is None else ""
@@ -198,7 +199,7 @@ class _SourceChecks:
                 return "failed", f"{source.location} has no LM head, and the rows came from a head's own"
             lm_head = own_lm_head(source)
         else:
-            source, target = parts.head, self._target
+            source, target = parts.head, self.target
             if target is None:
                 raise SkippedError("the target that the rows came from is not at hand; name it with --target")
             with _skipping("the target's LM head", "--target", self.target_name):
@@ -216,10 +217,10 @@ class _SourceChecks:
 
     def _check_tokenizer(self, parts: ArtifactParts) -> Outcome:
         recorded, vocab = parts.manifest.tokenizer or {}, parts.manifest.target_vocab
-        if self.tokenizer_name is None and self._target is None:
+        if self.tokenizer_name is None and self.target is None:
             raise SkippedError("no tokenizer is at hand; name it with --tokenizer or --target")
         with _skipping("the target's tokenizer", "--tokenizer", self.tokenizer_name):
-            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline)
+            loaded = targets.open_tokenizer(self.tokenizer_name, self.target, vocab, self.offline)
         if loaded is None or "hash" not in recorded:
             raise SkippedError("the target has no tokenizer, or the artifact was made without one")
         expected, found = recorded["hash"], loaded.tokenizer_hash

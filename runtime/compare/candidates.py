@@ -54,9 +54,11 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
     if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
         raise UsageError("models: a comparison takes those that from_pretrained built over the same loaded target.")
     locations = [model.opened.head.location for model in models if model.opened is not None]
-    if len(set(locations)) < len(locations):
+    # "." and "./slim" are folders of a name, too.
+    places = [Path(each).resolve() if Path(each).is_dir() else Path(each) for each in locations]
+    if len(set(places)) < len(places):
         raise UsageError(f"models: each head is compared once; got {', '.join(locations)}.")
-    names = [Path(location).name for location in locations]
+    names = [place.name for place in places]
     if len(set(names)) < len(names):
         names = locations
     candidates = []

@@ -30,17 +30,8 @@ BLANK = {
     "num_leaves": 0,
 }
 """The outputs, with their values for inactive slots."""
-INPUTS = (
-    "new_tokens",
-    "num_new",
-    "prefix",
-    "active_slots",
-    "active_inverse",
-    "active_count",
-    "keys",
-    "values",
-    "tables",
-)
+INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
+SHARED = (*INPUTS, "keys", "values", "tables")
 """Fields that drafters of different trees share."""
 
 

@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice, misfit
 from ..ops import lacks_fp8
 from ..settings import TreeConfig
-from .buffers import INPUTS, Buffers, cache_shape
+from .buffers import SHARED, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
 from .kernels.grid_barrier import ERROR
 from .kernels.persistent import is_interpreted
@@ -168,7 +168,7 @@ class BufferedDrafter:
             raise misfit("tree", f"one of at most {self.cfg.tree_rows} KV rows (depth * top_k)", tree)
         other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches(cfg)[0]
         other.tree, other.cfg = tree, cfg
-        other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
+        other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in SHARED})
         if params is not None:
             other.bufs.workspace["barrier"] = self.bufs.workspace["barrier"]
         return other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,18 +49,14 @@ class OpenedTarget:
         return load_target(self.location, self.dtype, self.device, self.revision, self.offline, self.config, self.form)
 
     def load_tokenizer(self, is_needed: bool = True) -> tuple[Any | None, str | None]:
-        """Load the tokenizer beside the weights and its hash; (None, None) where there is none.
+        """Load the tokenizer beside the weights and its hash; (None, None) for none, or one that is bad and not needed.
 
-        Where it is not needed, as another is given, so too for one that transformers cannot load (else TargetError).
+        Raises `TokenizerError`, and `TargetError` where transformers cannot load one that is needed.
         """
-        if self.model is not None:
-            return None, None
-        try:
-            return load_tokenizer_and_hash(self.location, self.revision, self.offline)
-        except TargetError:
-            if is_needed:
-                raise
-            return None, None
+        if self.model is None:
+            with nullcontext() if is_needed else suppress(TargetError):
+                return load_tokenizer_and_hash(self.location, self.revision, self.offline)
+        return None, None
 
 
 @explain_unknown({})

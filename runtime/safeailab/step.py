@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.buffers import Buffers
+from ..drafter.buffers import INPUTS, Buffers
 from ..drafter.drafter import reset_barrier, timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
@@ -33,7 +33,6 @@ from ..step.kernels.acceptance import commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
 from ..step.kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, SlotState
-from ..step.slots import INPUTS
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch, on_buffers

@@ -123,13 +123,15 @@ class Decoders:
         self.kept = []
 
     def run(self, act: Callable[[], Result]) -> Result:
-        """Run a call with the model held (`TargetModel.for_call`).
+        """Run a call with the model held and looked at; the caller's autocast has no effect.
 
         Raises `DeviceMemoryError` where the device's memory does not suffice, with all of it free again.
         """
         try:
-            with self.model.for_call():
-                return act()
+            with self.model.hold():
+                self.model.look()
+                with torch.autocast(self.model.device.type, enabled=False):
+                    return act()
         except RuntimeError as error:
             # A CPU's error has no type of its own.
             if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):

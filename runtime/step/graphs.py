@@ -164,7 +164,10 @@ class Graphs:
         if not missing:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.size_bytes
-        self.compile(groups, rules)
+        if self._compiler is not None and not self.are_compiled(groups, rules):
+            _LOG.info(_COMPILING)
+            for key in groups:
+                self._compiler.wait(self._jobs.get((rules, key), ()))
         self.practise(missing.values())
         compiled = time.perf_counter()
         for key, run in missing.items():
@@ -192,13 +195,6 @@ class Graphs:
             # Once they are there, nobody asks again.
             self._jobs[rules, key] = {}
         return True
-
-    def compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
-        """Compile what groups launch, side by side, and wait for it."""
-        if self._compiler is not None and not self.are_compiled(groups, rules):
-            _LOG.info(_COMPILING)
-            for key in groups:
-                self._compiler.wait(self._jobs.get((rules, key), ()))
 
     def practise(self, runs: Iterable[Work]) -> None:
         """Run work over no slots, to load kernels and create handles, which a capture cannot."""

@@ -18,7 +18,7 @@ from ..api.request import Request
 from ..api.sampling import PENALTIES
 from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, SamplingConfig, TreeConfig
-from ..target.short_cache import unfit_reason
+from ..target.short_cache import full_passes_reason
 from ..target.wrapper import TargetModel
 from .decoders import Decoders
 from .graphs import bucket_of
@@ -27,8 +27,6 @@ from .kernels.choose_tokens import token_bits
 from .shapes import OF_MIXTURES, ON_CPU, SHAPES, first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
-
-
 _BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
 """Options whose processors the kernels know."""
 
@@ -250,7 +248,7 @@ def _choose_partial(
     mode: str, target: TargetModel, requests: Sequence[Request], rules: CallRules, tree: TreeConfig | None, context: int
 ) -> tuple[PartialVerification | None, str]:
     """Return the sizes of a call's partial verification; or None, and why every pass is full."""
-    option, reason = PartialVerification(mode), unfit_reason(target.runs)
+    option, reason = PartialVerification(mode), full_passes_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
     if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):

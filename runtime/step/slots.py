@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..drafter.buffers import INPUTS
 from ..drafter.drafter import BufferedDrafter
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import KVCache, Target
 from .kernels.choice_kernels import ChoiceState
 from .kernels.prompt_chunks import MAX_EOS, PromptBox
 from .kernels.slot_state import SlotState
-
-INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
-"""Fields of the state that a drafter reads."""
 
 
 @dataclass(frozen=True)

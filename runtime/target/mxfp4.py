@@ -24,8 +24,8 @@ _LIFT = 126
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CHUNK = 1 << 26
 """Numbers that are brought into order at a time."""
-_RUNS = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 9), (1, 13)))
-"""Of each of the four numbers in a half of a word, bits that stay together, and how far up they are there."""
+_RUNS = (((8, 12), (7, 6)), ((8, 18), (7, 12)), ((8, 8), (7, 2)), ((8, 6), (4, 8), (3, 0)))
+"""Of each of the four numbers of a word's lower half, bits that stay together, and how far up they are."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Mxfp4Weight:
 
     ``words`` int32 [out, in / 8]. Of every 32 columns of a row, word t has columns ``2 t + i``, ``8 + 2 t + i``,
     ``16 + 2 t + i`` and ``24 + 2 t + i`` in its half i: what a thread of two matrix instructions multiplies. The first
-    one's bits are where bf16 has them, but for the exponent's bias (sign bit 15; 8 to 6), the next ones' 3 and 6 bits
-    lower; the last one's sign is bit 14, its exponent bits 11 and 10, its mantissa bit 13.
+    one's bits are where bf16 has them, but for the exponent's bias (sign bit 15; 8 to 6); the next one's are rotated up
+    by 6 bits of 32, the third one's 4 bits lower; the last one's 6 lower, but the exponent's upper one is bit 10.
     ``scales`` int32 [ceil(in / 128), out]: the bytes of four scales, each 126 larger, which makes up for the bias.
     """
 
@@ -58,7 +58,7 @@ class Mxfp4Weight:
                 for half in (0, 1):
                     code = numbers[:, :, number] >> 4 * half
                     for mask, shift in runs:
-                        word |= (code & mask) << shift + 16 * half
+                        word |= (code & mask) << (shift + 16 * half) % 32
             words.copy_(word.flatten(1))
 
     def put_scales(self, scales: Tensor) -> None:
@@ -85,9 +85,8 @@ class Mxfp4Weight:
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [out, in] in another type."""
         out, size = self.shape
-        half = torch.arange(0, 32, 16, dtype=torch.int32, device=self.words.device)
-        halves = self.words.view(out, -1, 4, 1) >> half
-        parts = [torch.stack([halves >> shift & mask for mask, shift in runs]).sum(0) for runs in _RUNS]
+        half, words = torch.arange(0, 32, 16, device=self.words.device), self.words.view(out, -1, 4, 1)
+        parts = [torch.stack([words >> (shift + half) % 32 & mask for mask, shift in runs]).sum(0) for runs in _RUNS]
         codes = torch.stack(parts, 2)  # [out, groups, number, t, i]
         numbers = torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)], device=codes.device)[codes]
         shift = torch.arange(0, 32, 8, dtype=torch.int32, device=self.scales.device)

@@ -29,7 +29,7 @@ ROWS = 4
 """Last rows of a pass whose queries choose."""
 
 
-def unfit_reason(target: Target) -> str | None:
+def full_passes_reason(target: Target) -> str | None:
     """Return why partial passes cannot run a target, as the end of a sentence; None if they can."""
     shapes = set(target.layer_shapes)
     if len(shapes) > 1 or not all(shape.is_direct for shape in shapes):

@@ -133,8 +133,8 @@ def _contents_of(value: Any) -> dict[Any, Any]:
     """Read what an object refers to: its attributes by name, all else by place; of a function the variables it uses."""
     named = getattr(value, "__dict__", {})
     if not isinstance(value, FunctionType):
-        return dict(enumerate([each for each in gc.get_referents(value) if each is not named])) | named
-    found = named | {"parts": (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__)}
+        return {**dict(enumerate([each for each in gc.get_referents(value) if each is not named])), **named}
+    found = {**named, "parts": (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__)}
     for name in _names(value.__code__):
         each: Any = value.__globals__.get(name)
         # Another file's function is not what this one computes with.

@@ -124,14 +124,6 @@ class TargetModel(Target):
             with own:
                 yield
 
-    @contextmanager
-    def for_call(self) -> Iterator[None]:
-        """Hold the target for one call and look at it; the caller's autocast has no effect."""
-        with self.hold():
-            self.look()
-            with torch.autocast(self.device.type, enabled=False):
-                yield
-
     def _take(self) -> None:
         check_supported(self.model)
         self.layers = find_decoder_layers(self.model)

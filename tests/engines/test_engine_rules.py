@@ -33,6 +33,11 @@ def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
 
 _WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
 _TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+# Of a target of 8 layers the output of the last, too; as --tap-layers 2,4,8 writes it.
+_TO_THE_LAST = {
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 8],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]},
+}
 _BIASED = frozenset({names.FC, names.ATTENTION_BIASES["eagle3"][0]})
 _MLP_BIASED = frozenset({names.FC, names.MLP_BIASES["eagle3"][0]})
 QWEN3 = with_config(
@@ -109,6 +114,8 @@ def test_what_the_table_does_not_tell() -> None:
         # The default taps spelt out.
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "sglang", True),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, "sglang", False),
+        (_TO_THE_LAST, "vllm", True),
+        (_TO_THE_LAST, "sglang", False),
     ):
         assert (severity(with_config(EAGLE3, **changes), engine) is None) == taken
 

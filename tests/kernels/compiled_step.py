@@ -49,7 +49,7 @@ class Compiler:
         self.reports: dict[str, dict[str, Any]] = {}
 
     def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+        given = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
         options = {name: keywords.pop(name) for name in given if name in keywords}
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
         # None, too, as in a launch: kernels without FP8 weights have no scales.

@@ -118,6 +118,9 @@ def check(experts: Experts, x: Tensor, unused: tuple[int, ...] = ()) -> Found:
         # Listed, and more than a tile of an expert's rows.
         (260, {"hidden": 64, "width": 32, "count": 3, "top_k": 2}),
         (3, {"hidden": 32, "width": 16, "count": 2, "top_k": 2}),
+        # A last product in two splits, apart, and of more pairs one after the other.
+        (2, {"hidden": 80, "width": 2064, "count": 3, "top_k": 2}),
+        (9, {"hidden": 80, "width": 2064, "count": 3, "top_k": 2}),
     ],
 )
 def test_kernels_are_their_twins(device: str, rows: int, sizes: dict[str, int], normalises: bool) -> None:
@@ -127,12 +130,12 @@ def test_kernels_are_their_twins(device: str, rows: int, sizes: dict[str, int], 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "plain"])
-@pytest.mark.parametrize("rows", [1, 19, 270])
-def test_gpt_oss_is_its_twin(device: str, rows: int, is_packed: bool, dtype: torch.dtype) -> None:
-    """Tails of rows and of columns: 192 and 160 of tiles of 128, the last scales not of four."""
+@pytest.mark.parametrize(("rows", "width"), [(1, 160), (19, 160), (270, 160), (2, 2080)])
+def test_gpt_oss_is_its_twin(device: str, rows: int, width: int, is_packed: bool, dtype: torch.dtype) -> None:
+    """Tails of rows and of columns: 192 and 160 of tiles of 128, the last scales not of four; two splits."""
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("in bfloat16 the interpreter does not multiply")
-    experts = as_gpt_oss(experts_of(dtype, device, hidden=192, width=160, count=5, top_k=3), is_packed)
+    experts = as_gpt_oss(experts_of(dtype, device, hidden=192, width=width, count=5, top_k=3), is_packed)
     check(experts, torch.randn(rows, 192, device=device).to(dtype), unused=(0,) if rows > 1 else ())
 
 

@@ -1,4 +1,4 @@
-"""Where generation ends, and prompts that cannot begin: each case has one defined result."""
+"""Ends of generation, and prompts that cannot begin: each case has one defined result."""
 
 import itertools
 import warnings

@@ -45,13 +45,14 @@ TWO_NORMS = {
     [
         ({"hidden": 16}, {}, PairingError, ("hidden size", "16", "32")),
         ({"vocab": 20}, {}, PairingError, ("vocab_size", "20", "24")),
+        ({"vocab": 64, "draft_ids": [3, 4, 30]}, {"tree": TreeConfig(1, 1, 3)}, PairingError, ("id 30", "24")),
         ({"hidden_act": "geglu"}, {}, EagleSlimError, ("activation", "geglu")),
         (TWO_NORMS, {}, EagleSlimError, ("input_norm",)),
         ({}, {"drafter": "quick"}, EagleSlimError, ("drafter", "quick")),
         ({}, {"drafter": "triton"}, EagleSlimError, ("drafter", "cpu")),
         ({"draft_ids": [3, 4, 9]}, {"tree": TreeConfig(1, 5, 8)}, EagleSlimError, ("top_k", "5")),
     ],
-    ids=["hidden", "vocabulary", "activation", "two norms", "no such drafter", "no GPU", "top_k"],
+    ids=["hidden", "vocabulary", "id", "activation", "two norms", "no such drafter", "no GPU", "top_k"],
 )
 def test_what_cannot_run_is_refused_before_weights_are_loaded(tmp_path, monkeypatch, head, options, kind, words):
     monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import make_dataclass
@@ -71,6 +72,25 @@ class Doubled(Tensor):
             x, weight, *rest = args
             return F.linear(x, 2 * weight.as_subclass(Tensor), *rest)
         return super().__torch_function__(func, kinds, args, kwargs or {})
+
+
+class Wrapper(Tensor):
+    """A tensor without storage around another, as quantised ones are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(each.inner if isinstance(each, cls) else each for each in args), **(kwargs or {}))
 
 
 class Doubling(nn.Module):
@@ -293,9 +313,16 @@ def steered_by_an_array(module: Any, tensor: Tensor) -> Steering:
     return lambda new: setattr(module, "array", new.numpy().copy()), lambda: torch.from_numpy(module.array)
 
 
+def steered_by_a_wrapper(module: Any, tensor: Tensor) -> Steering:
+    steer(module, lambda self: self.vector)
+    module.vector = Wrapper(tensor)
+    return lambda new: setattr(module, "vector", Wrapper(new)), lambda: module.vector.inner
+
+
 STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
     "attribute": steered_by_an_attribute(lambda module: module),
     "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
+    "deque": steered_by_what_is_held(lambda tensor: deque([tensor]), 0),
     "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
     "dataclass": steered_by_what_is_held(make_dataclass("Dataclass", ["tensor"]), "tensor"),
     "dataclass with slots": steered_by_what_is_held(make_dataclass("Slotted", ["tensor"], slots=True), "tensor"),
@@ -308,6 +335,7 @@ STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
     "object with a hook": steered_by_a_method_of_an_object,
     "global of a hook": steered_by_a_global,
     "array": steered_by_an_array,
+    "wrapper": steered_by_a_wrapper,
 }
 FUSED = "fused"
 REFUSED = "refused"
@@ -326,6 +354,7 @@ CHANGES: dict[str, Change] = {
     "patched function": patched(
         llama, "apply_rotary_pos_emb", lambda own: lambda q, *rest, **options: own(2 * q, *rest, **options)
     ),
+    "patched function of PyTorch": patched(F, "silu", lambda own: lambda x, **options: 2 * own(x, **options)),
     "attention's forward, partial": attention_with_a_method_of_its_own,
     "attention's forward, closure": replaced(
         ATTENTION, "forward", lambda own: lambda *a, **options: own(*a, **options)
@@ -374,6 +403,7 @@ OUTCOMES = {
     "patched class": "forward of LlamaMLP was replaced",
     "patched class, wrapped": "forward of LlamaRMSNorm was replaced",
     "patched function": "apply_rotary_pos_emb of transformers.models.llama.modeling_llama was replaced",
+    "patched function of PyTorch": "a function of torch.nn.functional was replaced",
     "attention's forward, partial": "has a forward of its own",
     "attention's forward, closure": REFUSED,
     "wrapped linear": "down_proj is a Wrapped",

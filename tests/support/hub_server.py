@@ -52,7 +52,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong, as long as it is injected: with the content of a file, or with any request for a path."""
+    """A fault, as long as it is injected: with the content of a file, or with any request for a path."""
 
     times: int | None = None  # None for always
     # With the content of a file:

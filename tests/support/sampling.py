@@ -1,4 +1,4 @@
-"""How tokens are sampled: transformers' own warpers, and the race in float64 that every implementation is held to."""
+"""Sampling of tokens: transformers' own warpers, and the race in float64 that every implementation is held to."""
 
 import numpy as np
 import torch

@@ -97,7 +97,7 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
 
 
 def plain_greedy(model: nn.Module, prompt: list[int], max_new_tokens: int, eos: int | None = 2) -> list[int]:
-    """What transformers' own generate gives: new tokens only, each of them chosen clearly."""
+    """Return what transformers' own generate gives: new tokens only, each of them chosen clearly."""
     ids = torch.tensor([prompt])
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": eos}
     options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises
 from support.tokenizers import llama3_like, smollm2
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, processors
 
 TEXTS = ["Hello, world!", "", "größer 你好 👋\n\n  x", "<|im_start|>user\nHi<|im_end|>", "12345 tokens " * 50]
 
@@ -41,6 +41,12 @@ def test_nothing_is_added_cut_or_padded():
     backend.enable_padding(length=99)
     encoded = encode_all(build_encoder(encoder_spec(backend, 600)), ["Hello, world! Hello, world!"])
     assert rows(encoded) == [plain]
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_no_defect():
+    words = Tokenizer(models.WordLevel({"the": 0}))
+    with pytest.raises(TokenizerError, match=r"cannot encode.*\[UNK\]"):
+        build_encoder(encoder_spec(words, 1))(["the", "fox"])
 
 
 @given(st.lists(st.text("ab \n", max_size=60), max_size=8), st.integers(1, 30), st.integers(1, 40))

@@ -76,3 +76,10 @@ def test_nothing_waits_for_what_is_not_a_regular_file(tmp_path, name, read):
     path.symlink_to("/dev/zero")
     with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):
         read(path)
+
+
+@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
+def test_what_git_lfs_leaves_in_place_of_a_file_is_named(tmp_path, name, read):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with raises_with(EagleSlimError, name, "Git LFS pointer", "git lfs pull"):
+        read(tmp_path / name)

@@ -8,7 +8,7 @@ from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, load_tokenizer
 from support.raising import raises
 from support.small_tokenizers import CHATML, byte_level_bpe, with_reserved, write_folder
 from support.tokenizers import smollm2
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, models, normalizers
 
 
 def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path, monkeypatch):
@@ -162,6 +162,7 @@ def test_damaged_files(tmp_path):
     configs = ("[1]", template, decoder + '{"x": {"content": "a"}}}', decoder + '["a"]}')
     damages = [("tokenizer.json", "{"), ("tokenizer.json", '{"version": "1.0"}'), ("chat_template.jinja", "\xff")]
     damages += [("tokenizer_config.json", content) for content in configs]
+    damages += [("tokenizer.json", Tokenizer(models.BPE()).to_str())]
     for number, (name, content) in enumerate(damages):
         folder = write_folder(tmp_path / str(number), byte_level_bpe())
         (folder / name).write_text(content, encoding="latin-1")

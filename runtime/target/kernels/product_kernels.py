@@ -75,6 +75,7 @@ class ProductTiles:
 
     ``ahead``: columns of w that a program asks for before it may read x. ``tma``: w and x are copied by descriptors
     (TMA), without threads' registers and instructions, which bound products of many rows. ``waits``: `_ended` waits.
+    ``max_registers`` of a thread, so that more programs share a multiprocessor; None: as many as a compiler takes.
     """
 
     block_n: int
@@ -87,6 +88,7 @@ class ProductTiles:
     cooperative: bool = False
     tma: bool = False
     waits: bool = False
+    max_registers: int | None = None
 
 
 class SplitScratch(NamedTuple):
@@ -242,8 +244,13 @@ def _widened_fp4(words, scale_ptr, n, n_inside, at, kind: tl.constexpr, SHAPE: t
     SIZE: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     FOURS: tl.constexpr = WORDS // 16
-    four = at // 128 + tl.arange(0, FOURS)
-    scales = tl.load(scale_ptr + four[None, :] * SHAPE.fp4_rows + n[:, None], mask=n_inside[:, None], other=0)
+    scale_at = scale_ptr + at // 128 * SHAPE.fp4_rows + n
+    scales = tl.load(scale_at, mask=n_inside, other=0)
+    if FOURS == 2:
+        more = tl.load(scale_at + SHAPE.fp4_rows, mask=n_inside & (at + 128 < SHAPE.depth), other=0)
+        scales = tl.join(scales, more)
+    else:
+        scales = scales[:, None]
     scales = scales.to(tl.uint32, bitcast=True)
     # Views of loads alone, so that a compiler loads all of it as instructions take it.
     scale = tl.join(tl.join(scales & 255, scales >> 16 & 255), tl.join(scales >> 8 & 255, scales >> 24))
@@ -251,10 +258,10 @@ def _widened_fp4(words, scale_ptr, n, n_inside, at, kind: tl.constexpr, SHAPE: t
     scale = tl.reshape(scale, (SIZE, WORDS))
     words = words.to(tl.uint32, bitcast=True)
     a = _scaled(words & 0x81C081C0, scale, kind)
-    b = _scaled(words << 3 & 0x81C081C0, scale, kind)
-    c = _scaled(words << 6 & 0x81C081C0, scale, kind)
-    last = (words << 1 & 0x80008000) | (words >> 3 & 0x01800180) | (words >> 7 & 0x00400040)
-    d = _scaled(last, scale, kind)
+    # Masked twice, as the interpreter shifts signs in.
+    b = _scaled((words >> 6 & 0x03FFFFFF | words << 26) & 0x81C081C0, scale, kind)
+    c = _scaled(words << 4 & 0x81C081C0, scale, kind)
+    d = _scaled((words << 6 & 0x80C080C0) | (words >> 2 & 0x01000100), scale, kind)
     # Of 32 columns word t has columns 2 t and 2 t + 1 in a, and 8, 16 and 24 columns on in b, c, d.
     apart = tl.join(tl.join(a, b), tl.join(c, d))
     apart = tl.permute(tl.reshape(apart, (SIZE, WORDS // 4, 4, 2, 2, 2)), (0, 1, 5, 4, 2, 3))

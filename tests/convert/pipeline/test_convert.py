@@ -604,6 +604,41 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
         assert b"a-home" not in path.read_bytes(), path
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_target", "asked"),
+    [
+        ("float16", "bfloat16", "bfloat16"),
+        ("float32", "torch.bfloat16", "bfloat16"),
+        ("float32", "float16", None),
+        ("bfloat16", "float32", "float16"),
+        ("bfloat16", "bfloat16", None),
+        ("float16", None, None),
+    ],
+)
+def test_sglang_is_told_of_a_head_in_another_type_than_its_target(tmp_path, target, dtype, of_target, asked):
+    head = write_eagle3(tmp_path / "head", dtype=getattr(torch, dtype))
+    heads.change_config(target, torch_dtype=of_target)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    told = [warning for warning in done.manifest.warnings if "multiplies no two types" in warning]
+    assert len(told) == (asked is not None)
+    assert all(warning.startswith("SGLang: ") and f"--dtype {asked}" in warning for warning in told)
+    verified = verify_artifact(done.folder, head=head, target=target, engines=["sglang", "vllm"])
+    assert ("--dtype" in verified["engine sglang"].detail) == (asked is not None)
+    assert verified.ok
+    assert "--dtype" not in verified["engine vllm"].detail
+
+
+def test_a_folder_that_is_named_by_a_dot_changes_no_warning(tmp_path, target, monkeypatch):
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    head = write_eagle3(tmp_path / "head", **taps)
+    options = {"draft_vocab": 300, "vocabulary": BY_ID, "out": tmp_path / "out", "force": True}
+    expected = convert(head, target=target, **options).manifest.warnings
+    assert any("config.json names the tap layers" in warning for warning in expected)
+    for place, names in ((head, (".", target)), (target, (head, ".")), (tmp_path, ("head", target))):
+        monkeypatch.chdir(place)
+        assert convert(names[0], target=names[1], **options).manifest.warnings == expected
+
+
 def test_defaults_are_named(tmp_path, head, target, monkeypatch):
     said = []
     monkeypatch.setattr("eagle_slim.convert.targets.model.known_target", lambda head: str(target))

@@ -110,6 +110,21 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
+def test_heads_are_told_apart_by_their_folders(
+    model: SpeculativeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_head(tmp_path / "mine", vocab=VOCAB))
+    write_head(tmp_path / "other", vocab=VOCAB)
+    names = (".", "../other", "../mine")
+    target, tokenizer = model.target.model, model.tokenizer
+    mine, other, same = (SpeculativeModel.from_pretrained(target, each, tokenizer=tokenizer) for each in names)
+    result = compare([mine, other], [Prompt(("one",))], greedy("full"))
+    assert result.setup["heads"] == ["mine", "other"]
+    assert [each.label for each in drafted(result)] == [f"mine: {FULL}", f"other: {FULL}"]
+    with raises(UsageError, option="models"):
+        compare([mine, same], [Prompt(("one",))])
+
+
 def test_windows(model: SpeculativeModel) -> None:
     result = compare(model, [Prompt(("one two three four",))], greedy(windows=(None, 0, 3)))
     assert [(each.label, each.draft_window) for each in drafted(result)] == [

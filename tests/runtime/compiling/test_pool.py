@@ -50,7 +50,7 @@ def run(script: str, cache: Path, *flags: str, begin: str = BEGIN, **options: An
 
 
 def printed(script: str, cache: Path, *flags: str, begin: str = BEGIN) -> tuple[Any, str]:
-    """What a script prints as JSON, and its standard error."""
+    """Return what a script prints as JSON, and its standard error."""
     out, err = run(script, cache, *flags, begin=begin).communicate(timeout=240)
     return json.loads(out.splitlines()[-1]), err
 

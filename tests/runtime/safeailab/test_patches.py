@@ -460,17 +460,33 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         layer.topK_genrate(features, ids, head, None)
     unpatch_eagle_model(model)
 
-    twice, deep, rewritten = (build(f"stand-in {kind}", tmp_path) for kind in ("eagle3", "eagle", "eagle"))
+    twice, deep, rewritten, lacking, spread, dynamic, other = (
+        build(f"stand-in {kind}", tmp_path) for kind in ("eagle3", *["eagle"] * 6)
+    )
     twice.ea_layer.d2t[1] -= 1
     deep.ea_layer.layers.append(deep.ea_layer.layers[0])
     rewritten.__class__ = type("Rewritten", (type(rewritten),), {"eagenerate": lambda self, ids: ids})
-    for each, error in ((twice, PairingError), (deep, UnsupportedModelError), (rewritten, UnsupportedModelError)):
-        with raises(error):
+    del lacking.ea_layer.depth
+    spread.ea_layer.fc.to("meta")
+    rotary = dynamic.ea_layer.layers[0].self_attn.rotary_emb
+    rotary.__class__ = type("DynamicRotary", (type(rotary),), {})
+    with raises(PairingError):
+        patch_eagle_model(twice, drafter="reference")
+    for each, named in (
+        (deep, "of neither kind"),
+        (rewritten, "tree_decoding"),
+        (lacking, "no depth"),
+        (spread, "cpu, meta"),
+        (dynamic, "dynamic RoPE"),
+    ):
+        with raises_with(UnsupportedModelError, named):
             patch_eagle_model(each, drafter="reference")
-    other = build("stand-in eagle", tmp_path)
-    patch_eagle_model(other, drafter="reference")
+    patch_eagle_model(other, drafter="reference", target_backend="fused")
     with raises(UsageError):
         other.ea_layer.topK_genrate(torch.randn(1, 2, 16), ids, torch.nn.Linear(16, 48), None)
+    set_tree(other.ea_layer, 40, 2, 50)
+    with raises(UsageError, option="depth"):
+        other.eagenerate(ids)
 
 
 @NEEDS_UPSTREAM

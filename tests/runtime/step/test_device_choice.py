@@ -77,7 +77,7 @@ def test_logits_that_are_no_distribution_are_told(tmp_path, request, chooser):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_path, value):
-    """What is drafted beyond an answer's end may be anything."""
+    """Drafts beyond an answer's end may be anything."""
     prompts = random_prompts([1, 9])
 
     def spoil(input_ids, scores):

@@ -1,4 +1,4 @@
-"""What users of transformers and vLLM write, run beside transformers itself."""
+"""Calls as users of transformers and vLLM write them, beside transformers itself."""
 
 import copy
 import logging

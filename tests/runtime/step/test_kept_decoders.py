@@ -1,4 +1,4 @@
-"""What is kept from call to call: so many decoders and graphs, and built anew they answer the same."""
+"""Decoders and graphs that are kept from call to call: so many, and built anew they answer the same."""
 
 import copy
 import gc

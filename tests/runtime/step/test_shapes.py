@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import Drafter, SpeculativeModel, TreeConfig
+from eagle_slim.runtime.drafter.buffers import INPUTS
 from eagle_slim.runtime.step import plan, shapes
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.step.decoders import Decoders
@@ -22,7 +23,6 @@ from support.tiny_models import random_prompts, tiny_target, write_head
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = TreeConfig(3, 4, 24)
 TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
-INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 PROMPTS = random_prompts([5, 9, 3, 14])
 
 

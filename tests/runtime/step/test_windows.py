@@ -73,7 +73,7 @@ def test_what_lies_before_the_window_is_not_computed(model, monkeypatch):
 
 
 def test_a_chat_keeps_its_prefix(model):
-    """Where pairs of the window are held no more, its tokens are run again."""
+    """Tokens of the window whose pairs are cached no more are run again."""
     prompt, fresh = random_prompts([1500])[0], over_all_keys(model)
     whole = prompt + model.generate(prompt, reuse_prefix=True, **OPTIONS).token_ids[0]
 

@@ -120,11 +120,26 @@ def test_an_explicit_fused_is_refused_by_name(own: Any, head: Path) -> None:
         over(own, head, "fused")
 
 
-def test_another_activation_than_silu_is_not_fused(head: Path) -> None:
-    own = tiny_target("llama", hidden_act="gelu")
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "its hidden_act is gelu"),
+        ({"head_dim": 258}, "its head_dim is 258"),
+        ({"sliding_window": 64}, "its configuration has a sliding window, which Llama's layers do not read"),
+        ({"rope_parameters": LONGROPE}, "longrope RoPE changes its frequencies with the length"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_a_configuration_that_the_fused_forward_does_not_compute(
+    options: dict[str, Any], reason: str, head: Path
+) -> None:
+    own = tiny_target("llama", **options)
     tokens, path = answer(over(own, head))
     assert tokens == own_answer(own)
-    assert "target transformers (its hidden_act is gelu)" in path
+    assert f"target transformers ({reason})" in path
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])

@@ -56,22 +56,10 @@ def test_a_changed_model_is_followed(change: Any, tmp_path: Path) -> None:
     own.cuda()  # adapters that were added on the host
     if is_uncounted:
         model.refresh()
-    for _ in range(2):
-        output = model.generate(PROMPT, **OPTIONS)
-        assert output.token_ids[0] == own_answer(own)
-        assert f"target {'fused' if is_fused else 'transformers'} (" in output.stats.path
-    assert output.stats.num_reused_tokens > 0
-
-
-def test_refresh_keeps_no_rows_of_other_weights(tmp_path: Path) -> None:
-    own, model = loaded(tmp_path)
-    model.generate(PROMPT, **OPTIONS)
-    assert model.generate(PROMPT, **OPTIONS).stats.num_reused_tokens > 0
-    own.model.layers[0].self_attn.k_proj.weight.data.mul_(-2)
-    model.refresh()
     for is_reused in (False, True):
         output = model.generate(PROMPT, **OPTIONS)
         assert output.token_ids[0] == own_answer(own)
+        assert f"target {'fused' if is_fused else 'transformers'} (" in output.stats.path
         assert (output.stats.num_reused_tokens > 0) is is_reused
 
 

@@ -110,7 +110,7 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
 
 @torch.inference_mode()
 def test_a_rehearsal_runs_each_kind_of_layer_once() -> None:
-    """What a kernel is compiled for: layers 1 and 2 are tapped after, and 3's weight lies where no vector load can."""
+    """Kinds, by what a kernel is compiled for: 1 and 2 are tapped after, 3's weight lies where no vector load can."""
     model: Any = tiny_target("llama", num_hidden_layers=7)
     unaligned = model.model.layers[3].mlp.down_proj
     flat = torch.zeros(unaligned.weight.numel() + 1)

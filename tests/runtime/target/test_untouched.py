@@ -150,7 +150,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(step: int, head: Path) -
 
 
 def in_another_thread(act: Callable[[], Any]) -> Any:
-    """What an act gives there, whose end is waited for."""
+    """Return what an act gives there, whose end is waited for."""
     results: list[Any] = []
     other = threading.Thread(target=lambda: results.append(act()))
     other.start()
