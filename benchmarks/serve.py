@@ -2,12 +2,12 @@
 
     python -m benchmarks.serve [--rows REGEX] [--out benchmarks/results/DATE-h100-serve.json]
 
-``smollm2/N``, ``8b/N`` (Llama-3.1-8B's dimensions, random weights): N clients that begin together, each with one call
-after another, prompts of 512 tokens, 128 new, greedy: tokens/s of `generate`, of whole answers and of streams, and the
-median of their ratios for the same prompts; all answers must be the same tokens. ``…/idle``: one stream at a time: the
-first token beside the time of a call of `generate` for one token, and the median gap between chunks beside a step's.
-``…/long``: while other answers run, a prompt of 30,000 tokens comes (of 6,000 for smollm2): the longest gap between two
-chunks of theirs before and after.
+``smollm2/N``, ``8b/N`` (Llama-3.1-8B's dimensions, random weights): N clients that begin together, each of which takes
+the next call of one list, as `generate`'s slots do, prompts of 512 tokens, 128 new, greedy: tokens/s of `generate`, of
+whole answers and of streams, and the median of their ratios for the same prompts; all answers must be the same tokens.
+``…/idle``: one stream at a time: the first token beside the time of a call of `generate` for one token, and the median
+gap between chunks beside a step's. ``…/long``: while other answers run, a prompt of 30,000 tokens comes (of 6,000 for
+smollm2): the longest gap between two chunks of theirs before and after.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from benchmarks.shared.whole_models import model_of_8b
 
 MODELS = ("smollm2", "8b")
 ROWS = tuple(f"{model}/{kind}" for model in MODELS for kind in ("1", "4", "16", "idle", "long"))
-PROMPT, NEW, CALLS, ROUNDS, SETTLED_S = 512, 128, 6, 3, 1.0
-"""Tokens of a prompt and of an answer; calls of each client; times that each way is measured; seconds that answers have
-run when a long prompt comes."""
+PROMPT, NEW, ROUNDS, SETTLED_S = 512, 128, 3, 1.0
+"""Tokens of a prompt and of an answer; times that each way is measured; seconds that answers have run when a long
+prompt comes."""
+CALLS = {"smollm2": 12, "8b": 6}
+"""Calls of each client: so many that beginning and end, where not all slots are taken, weigh little."""
 LONG_PROMPT, LONG_NEW = {"smollm2": 6000, "8b": 30000}, {"smollm2": 6000, "8b": 1500}
 """Tokens of that prompt, and of the answers that run."""
 _CLIENT = Path(__file__).parent / "shared" / "http_client.py"
@@ -110,12 +112,12 @@ def body(prompt: Sequence[int], stream: bool, new: int | None = None) -> dict[st
     return {"prompt": list(prompt), "max_tokens": NEW if new is None else new, "stream": stream, **fixed}
 
 
-def run_row(model: SpeculativeModel, server: Server, clients: int) -> dict[str, Any]:
+def run_row(model: SpeculativeModel, server: Server, clients: int, calls_each: int) -> dict[str, Any]:
     """Measure ``clients`` calls at a time, each way in turn, beside `generate` with the same prompts."""
     rates: dict[str, list[float]] = {"generate": [], "whole": [], "streamed": []}
     ratios: dict[str, list[float]] = {"whole_ratio": [], "streamed_ratio": []}
     options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "max_slots": clients}
-    number, different = clients * CALLS, 0
+    number, different = clients * calls_each, 0
     model.generate(prompts_of(model, number, 0), **options)
     for turn in range(2 * ROUNDS):
         way, prompts = ("whole", "streamed")[turn % 2], prompts_of(model, number, (turn + 1) * number)
@@ -201,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             for kind in chosen:
                 if kind.isdigit():
-                    found = run_row(model, server, min(slots, int(kind)))
+                    found = run_row(model, server, min(slots, int(kind)), CALLS[name])
                 else:
                     found = run_idle(model, server) if kind == "idle" else run_long(model, server, name, slots)
                 result["rows"].append({"row": f"{name}/{kind}", "slots": slots, "ready_s": server.ready_s, **found})

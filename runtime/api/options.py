@@ -77,10 +77,12 @@ def read_call(
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
     tokenizer = tokenizer if given["tokenizer"] is None else read_tokenizer(given["tokenizer"])
     options = join_options(target.generation_config, given["generation_config"], fields)
-    configs = (target.generation_config, target.text_config)
+    # Properties of transformers' models take a while, and a server reads many calls.
+    text_config, device = target.text_config, target.device
+    configs = (target.generation_config, text_config)
     target_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
     ends = _read_ids("eos_token_id", options.get("eos_token_id"), target_ends)
-    vocab = int(target.text_config.vocab_size)
+    vocab = int(text_config.vocab_size)
     # No token has ids outside the vocabulary, so they end nothing.
     eos = frozenset(token for token in ends if 0 <= token < vocab)
     if given["ignore_eos"] is not None and read_flag("ignore_eos", given["ignore_eos"]):
@@ -102,7 +104,7 @@ def read_call(
         "decode": (lambda ids: str(tokenizer.decode(ids, **_AS_IT_IS))) if tokenizer else None,
         "criteria": _read_callables("stopping_criteria", given["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")),
-        "device": target.device,
+        "device": device,
     }
     if stop is not None and keywords.get("stop_strings") is not None:
         raise UsageError("stop is stop_strings: give it once.")
@@ -110,7 +112,7 @@ def read_call(
     for index, (row, prompt) in enumerate(prompts):
         # As in transformers, a length of prompt and answer together counts the padding that was given.
         new = _read_max_new_tokens(options, len(row))
-        process = build_processors(options, len(prompt), eos, vocab, processors, target.device)
+        process = build_processors(options, len(prompt), eos, vocab, processors, device)
         requests.append(Request(index // repeats, prompt, new, process=process, **shared))
     check_prompts(requests, target.embedding.shape[0])
     for index, request in enumerate(() if sampling.is_greedy else requests):
@@ -122,8 +124,8 @@ def read_call(
         request.keys = noise_keys(*stream, request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS)
     seed = None if sampling.is_greedy else int(sampling.seed) if seeds is None else seeds
     ids = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
-    device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
-    return Call(requests, sampling, options, [row for row, _ in prompts], device, (*pads, *ends, 0)[0], seed)
+    given_on = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
+    return Call(requests, sampling, options, [row for row, _ in prompts], given_on, (*pads, *ends, 0)[0], seed)
 
 
 def join_options(
@@ -206,7 +208,7 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
 
 
 def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
+    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, (str, Mapping)) else (stop,)
     if stops and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer. Load the model with one.")
     if not all(isinstance(text, str) and text for text in stops):

@@ -22,9 +22,6 @@ _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prom
 
 def read_token_id(token: Any, name: str = "input_ids") -> int:
     """Return a token id as a plain integer. Raises `UsageError` for anything else."""
-    # Long prompts are many, and an abstract class's check is slow.
-    if type(token) is int:
-        return token
     if isinstance(token, bool) or not isinstance(token, Integral):
         raise misfit(name, "token ids, integers in lists or in a tensor of at most two dimensions", token)
     return int(token)
@@ -64,7 +61,8 @@ def read_prompts(
         values = [values]
     elif any(not hasattr(row, "__iter__") or isinstance(row, (str, bytes)) for row in values):
         raise UsageError("input_ids: a batch is token ids [prompts, seq], lists of ids, or texts; this one mixes them.")
-    rows = [tuple(read_token_id(token) for token in row) for row in values]
+    # Long prompts are many, and one look at all types is quick.
+    rows = [row if set(map(type, row)) <= {int} else tuple(map(read_token_id, row)) for row in map(tuple, values)]
     if attention_mask is None:
         return [(row, row) for row in rows]
     mask = _as_list("attention_mask", "of the shape of input_ids", attention_mask)

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -136,8 +136,6 @@ class Service:
         return _response(orjson.dumps({"object": "list", "data": models} if wanted is None else models[0]))
 
     async def _answer(self, kind: str, request: Any) -> Any:
-        from starlette.responses import StreamingResponse
-
         began, owner, model = time.perf_counter(), self._owner_of(request), self._open_model()
         body = bytearray()
         async for part in request.stream():
@@ -154,24 +152,17 @@ class Service:
             answer.request.owner = owner
         self.engine.submit(call)
         call.watcher = asyncio.create_task(self._watch(request, call))
-        await _wait(call)
+        await call.changed.wait()
+        call.check()
         if not call.is_streamed:
             return _response(call.whole())
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        return StreamingResponse(_events(call), headers=headers)
+        return _response(_events(call), headers={"cache-control": "no-cache"}, kind="text/event-stream")
 
     async def _watch(self, request: Any, call: ServedCall) -> None:
         """Cancel a call whose client hangs up."""
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        # The body has been read: nothing else comes.
+        await request.receive()
         self.engine.cancel(call)
-
-
-async def _wait(call: ServedCall) -> None:
-    """Wait for news of a call. Raises `RefusedError` as `ServedCall.check`."""
-    await call.changed.wait()
-    call.changed.clear()
-    call.check()
 
 
 async def _events(call: ServedCall) -> AsyncIterator[bytes]:
@@ -179,30 +170,28 @@ async def _events(call: ServedCall) -> AsyncIterator[bytes]:
     is_done = False
     try:
         while not is_done:
-            # It may have been cancelled while the last events were sent.
+            await call.changed.wait()
+            call.changed.clear()
             call.check()
             is_done = call.is_done
             if data := call.news():
                 yield data
-            if not is_done:
-                await _wait(call)
     except RefusedError as error:
         yield b"data: %b\n\n" % error.body()
     yield b"data: [DONE]\n\n"
 
 
-def _response(
-    body: bytes, status: int = 200, headers: Mapping[str, str] | None = None, kind: str = "application/json"
-) -> Any:
-    from starlette.responses import Response
+def _response(body: Any, status: int = 200, headers: Any = None, kind: str = "application/json") -> Any:
+    from starlette.responses import Response, StreamingResponse
 
-    return Response(body, status, headers, kind)
+    return (Response if isinstance(body, bytes) else StreamingResponse)(body, status, headers, kind)
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
     """Return the response to a call that is refused or has failed."""
     refusal = refusal_of(error)
-    # The field is a client's text.
-    field = "" if refusal.param is None else brief(refusal.param)
-    _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {field}")
+    if not refusal.is_logged:
+        # The field is a client's text.
+        field = "" if refusal.param is None else brief(refusal.param)
+        _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {field}")
     return _response(refusal.body(), refusal.status, refusal.headers)

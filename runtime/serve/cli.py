@@ -20,6 +20,7 @@ _SWITCH_S = 1e-5
 
 @click.command(
     cls=EagleCommand,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
     epilog="""\b
 Examples:
   eagle-serve
@@ -27,28 +28,15 @@ Examples:
 )
 @model_options
 @draft_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0: a free one.")
-@click.option("--slots", type=click.IntRange(1, 16), default=16, show_default=True, help="Most answers side by side.")
-@click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Most answers that wait.")
-@click.option(
-    "--max-model-len", type=click.IntRange(2), default=8000, show_default=True, help="Most tokens of prompt and answer."
-)
-@click.option(
-    "--served-model-name", "names", multiple=True, help="Name of the model; repeat for more. Default: its own."
-)
-@click.option(
-    "--api-key", "api_keys", multiple=True, envvar="EAGLE_SLIM_API_KEY", help="Key that clients give; repeat."
-)
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0 is all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: a free one.")
+@click.option("--slots", type=click.IntRange(1, 16), default=16, help="Most answers side by side.")
+@click.option("--max-waiting", type=click.IntRange(0), default=256, help="Most answers that wait.")
+@click.option("--max-model-len", type=click.IntRange(2), default=8000, help="Most tokens of prompt and answer.")
+@click.option("--served-model-name", "names", multiple=True, help="Name of the model; repeat. Default: its own.")
+@click.option("--api-key", "api_keys", multiple=True, envvar="EAGLE_SLIM_API_KEY", help="Key of clients; repeat.")
 @click.option("--allowed-origin", "origins", multiple=True, help="Web page that may call from a browser; repeat.")
-@click.option(
-    "--grace",
-    "grace_s",
-    type=click.FloatRange(0),
-    default=30,
-    show_default=True,
-    help="Seconds for answers after SIGTERM.",
-)
+@click.option("--grace", "grace_s", type=click.FloatRange(0), default=30, help="Seconds for answers after SIGTERM.")
 @version_option
 def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     """Serve a target with its draft head by OpenAI's protocol; the text is the target's own, whatever else is served.

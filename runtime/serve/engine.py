@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("eagle_slim.serve")
 _LINGER_S = 0.05
 """Seconds in which the next call finds the generation loop as the last one left it."""
-_WHOLE_PAUSE_S = 0.05
+_WHOLE_PAUSE_S = 0.25
 """Seconds between two deliveries of an answer that is sent whole: metrics and its first token's time need some."""
 _PAUSE_S = 4e-4
 """Seconds between two deliveries of a stream, for each stream that runs: threads share an interpreter, and a delivery
@@ -115,20 +115,21 @@ class ServeEngine(Source):
             self.running |= {answer.request: answer for answer in taken}
         return [(answer.request, answer.rules) for answer in taken]
 
-    def publish(self) -> None:
-        """See `Source`: tell the event loop of new tokens and ends."""
+    def publish(self, waits: bool = False) -> None:
+        """See `Source`: tell the event loop of first tokens and ends, and of others while this thread waits."""
         now, answers = time.perf_counter(), [*self.running.values()]
-        pause_s = _PAUSE_S * sum(answer.call.is_streamed for answer in answers)
+        pauses_s = (_WHOLE_PAUSE_S, _PAUSE_S * sum(answer.call.is_streamed for answer in answers) if waits else 0.0)
         news = list[tuple[ServedAnswer, list[int], FinishReason | None]]()
         for answer in answers:
-            tokens, reason = answer.request.token_ids[answer.num_told :], answer.request.finish_reason
-            if reason is not None:
-                del self.running[answer.request]
-            elif not tokens or (answer.num_told and now < answer.due):
+            request = answer.request
+            early = answer.num_told and (not waits or now - answer.sent_at < pauses_s[answer.call.is_streamed])
+            if request.finish_reason is not None:
+                del self.running[request]
+            elif early or answer.num_told == len(request.token_ids):
                 continue
-            answer.num_told += len(tokens)
-            answer.due = now + (pause_s if answer.call.is_streamed else _WHOLE_PAUSE_S)
-            news.append((answer, tokens, reason))
+            tokens = request.token_ids[answer.num_told :]
+            answer.num_told, answer.sent_at = len(request.token_ids), now
+            news.append((answer, tokens, request.finish_reason))
         if news:
             self._events.call_soon_threadsafe(self._tell, news)
 

@@ -6,6 +6,7 @@ A field that is not served is refused by name unless it leaves the text as it is
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -20,37 +21,31 @@ from ..api.options import read_count, read_flag
 from ..api.prompts import encode_conversation
 from ..api.request import FinishReason, Request
 from ..errors import PromptError, UsageError, brief, misfit
+from ..settings import SamplingConfig
 from ..step.plan import CallRules
 
 if TYPE_CHECKING:
     from ..model import SpeculativeModel
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
-_OPTIONS = _SAMPLING | {"repetition_penalty", "stop", "ignore_eos"}
+_OPTIONS = {"repetition_penalty", "stop", "ignore_eos"}
 """Fields that are options of `generate` by the same name."""
-_SERVED = _OPTIONS | {"model", "max_tokens", "n", "seed", "stream", "stream_options", "return_token_ids"}
-_OF_KIND = {
-    "chat": {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"},
-    "text": {"prompt"},
-}
+_SERVED = _SAMPLING | _OPTIONS | {"model", "max_tokens", "n", "seed", "stream", "stream_options", "return_token_ids"}
+_OF_KIND = {"text": {"prompt"}, "chat": {"messages", "max_completion_tokens", "tools", "chat_template_kwargs"}}
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("logprobs", "echo"), (False,)),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
-    "best_of": (1,),
-    "suffix": ("",),
-}
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,))
+_NEUTRAL |= {"logprobs": (False,), "echo": (False,), "logit_bias": ({},), "response_format": ({"type": "text"},)}
+_NEUTRAL |= {"modalities": (["text"],), "tool_choice": ("auto", "none"), "best_of": (1,), "suffix": ("",)}
 """Values that ask for nothing, of fields that are refused otherwise."""
 _REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
 class RefusedError(EagleSlimError):
     """A call that is not served; ``status`` is HTTP's, ``param`` the field, ``headers`` of the response."""
+
+    is_logged = False
+    """Whether the call has had its line of the log."""
 
     def __init__(
         self, message: str, status: int = 400, code: str | None = None, param: str | None = None, **headers: str
@@ -68,15 +63,11 @@ def refusal_of(error: BaseException) -> RefusedError:
     """Return what a client is told of an error."""
     if isinstance(error, RefusedError):
         return error
-    text = str(getattr(error, "detail", error))
-    if isinstance(error, (UsageError, PromptError)):
-        field = text.partition(" ")[0]
-        code = "context_length_exceeded" if isinstance(error, PromptError) and "context" in text else None
-        return RefusedError(text, code=code, param=field if field.isidentifier() and field.islower() else None)
-    # Starlette's errors have a status.
-    status = getattr(error, "status_code", 500)
-    is_told = status < 500 or isinstance(error, EagleSlimError)
-    return RefusedError(text if is_told else f"{type(error).__name__} in the server", status)
+    # Starlette's errors have a status, and headers.
+    status, headers = getattr(error, "status_code", 500), getattr(error, "headers", None) or {}
+    if status >= 500 and not isinstance(error, EagleSlimError):
+        return RefusedError(f"{type(error).__name__} in the server", status)
+    return RefusedError(str(getattr(error, "detail", error)), status, **headers)
 
 
 @dataclass(eq=False)
@@ -91,8 +82,8 @@ class ServedAnswer:
     error: Exception | None = None
     told_at: float = 0.0
     num_told: int = 0
-    """Tokens that the engine's thread has sent, and when it may send the next."""
-    due: float = 0.0
+    """Tokens that the engine's thread has sent, the last of them at a time."""
+    sent_at: float = 0.0
     num_written: int = 0
     """Tokens that a stream has been sent."""
     has_end: bool = False
@@ -155,10 +146,10 @@ class ServedCall:
     def check(self) -> None:
         """Raise `RefusedError` if an answer has ended before it was whole."""
         ended = {answer.finish_reason: answer.error for answer in self.answers}
-        if error := ended.get("fault"):
-            raise refusal_of(error)
-        if "cancelled" in ended:
-            raise RefusedError("The server ends.", 503)
+        if (error := ended.get("fault")) or "cancelled" in ended:
+            refusal = refusal_of(error or RefusedError("The server ends.", 503))
+            refusal.is_logged = True
+            raise refusal
 
     def usage(self) -> dict[str, Any]:
         """Count tokens as OpenAI does: the prompt of several answers once."""
@@ -218,36 +209,51 @@ class ServedCall:
 def read_call(kind: str, body: bytes, model: SpeculativeModel, names: Sequence[str], most: int) -> ServedCall:
     """Read a client's call of a model that is served by ``names``; ``most``: answers that a call may ask for.
 
-    ``kind``: as in `ServedCall`. Raises `RefusedError`, and what `SpeculativeModel.read_requests` raises.
+    ``kind``: as in `ServedCall`. Raises `RefusedError`.
     """
     fields = _read_fields(kind, body, names)
+    try:
+        return _read_call(kind, fields, model, names, most)
+    except (PromptError, UsageError) as error:
+        text = str(error).replace("input_ids", "prompt")
+        code, param = None, next((word for word in re.findall(r"\w+", text) if word in fields), None)
+        if isinstance(error, PromptError):
+            code = "context_length_exceeded" if "context" in text else None
+            param = "messages" if kind == "chat" else "prompt"
+        raise RefusedError(text, code=code, param=param) from error
+
+
+def _read_call(
+    kind: str, fields: Mapping[str, Any], model: SpeculativeModel, names: Sequence[str], most: int
+) -> ServedCall:
     stream, with_ids = (read_flag(each, fields.get(each, False)) for each in ("stream", "return_token_ids"))
     of_stream = fields.get("stream_options", {})
     if not isinstance(of_stream, dict) or (of_stream and not stream):
         raise misfit("stream_options", "an object, beside stream = true", of_stream)
-    with_usage = read_flag("include_usage", of_stream.get("include_usage") or False)
+    with_usage = read_flag("stream_options.include_usage", of_stream.get("include_usage") or False)
     # OpenAI's defaults.
-    options = {"temperature": 1.0} | {name: fields[name] for name in _OPTIONS & fields.keys()}
-    length = fields.get("max_completion_tokens", fields.get("max_tokens", None if kind == "chat" else 16))
+    drawn = {"temperature": 1.0, "seed": secrets.randbelow(2**63), **fields}
+    sampling = SamplingConfig(**{name: drawn[name] for name in (*_SAMPLING, "seed") if name in drawn})
+    options = {name: fields[name] for name in _OPTIONS & fields.keys()}
+    name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     # No more than the context has room for.
-    options["max_new_tokens"] = model.max_model_len if length is None else read_count("max_tokens", length, 1)
+    options["max_new_tokens"] = read_count(name, fields.get(name, model.max_model_len if kind == "chat" else 16), 1)
     count = read_count("n", fields.get("n", 1), 1)
-    given = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
-    prompts: Any = given
-    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
-        prompts = [given]
-    elif not isinstance(given, list) or not given or not all(isinstance(each, (str, list)) for each in given):
-        raise misfit("prompt", "a text, a list of token ids, or a list of either", given)
+    prompts: Any = _encode_chat(model, fields) if kind == "chat" else fields.get("prompt")
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    elif not isinstance(prompts, list) or not prompts or not all(isinstance(each, (str, list)) for each in prompts):
+        raise misfit("prompt", "a text, a list of token ids, or a list of either", prompts)
     if len(prompts) * count > most:
-        raise misfit("n", f"such that a call has at most {most} answers", count)
+        raise UsageError(f"prompt and n ask for {len(prompts) * count} answers; a call has at most {most}.")
     name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
     shared = {"id": name, "created": int(time.time()), "model": fields.get("model", names[0])}
-    if options["temperature"] == 0:
-        options = {name: options[name] for name in options.keys() - _SAMPLING}
+    if sampling.is_greedy:
         prompts = [prompt for prompt in prompts for _ in range(count)]
     else:
-        shared["seed"] = fields.get("seed", secrets.randbelow(2**63))
-        options |= {"seed": [shared["seed"]] * len(prompts), "num_return_sequences": count}
+        shared["seed"] = sampling.seed
+        options |= {name: drawn[name] for name in _SAMPLING & drawn.keys()}
+        options |= {"seed": [sampling.seed] * len(prompts), "num_return_sequences": count}
     answers = [ServedAnswer(*each) for each in model.read_requests(prompts, options)]
     return ServedCall(kind, answers, count, shared, stream, with_usage, with_ids)
 
@@ -259,7 +265,7 @@ def _read_fields(kind: str, body: bytes, names: Sequence[str]) -> dict[str, Any]
     except ValueError as error:
         raise RefusedError(f"The body is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise misfit("The body", "a JSON object", given)
+        raise RefusedError(f"The body must be a JSON object, got {brief(given)}.")
     fields = {name: value for name, value in given.items() if value is not None}
     if (model := fields.get("model", names[0])) not in names:
         raise RefusedError(f"There is no model {brief(model)} but {names[0]!r}.", 404, "model_not_found", "model")
@@ -284,14 +290,15 @@ def _encode_chat(model: SpeculativeModel, fields: Mapping[str, Any]) -> list[int
         raise RefusedError(f"{wrong[0]} is not served in chat_template_kwargs.", param="chat_template_kwargs")
     if fields.get("tools") and fields.get("tool_choice") != "none":
         more = {**more, "tools": fields["tools"]}
-    return encode_conversation(model.tokenizer, [_read_message(each) for each in messages], more)
+    said = [_read_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
+    return encode_conversation(model.tokenizer, said, more)
 
 
-def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_message(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates take it: its content one text, the arguments of its calls objects."""
     message, content, calls = dict(given), given.get("content"), given.get("tool_calls")
     if not isinstance(message.get("role"), str):
-        raise misfit("role of one of the messages", "a text", message.get("role"))
+        raise misfit(f"{name}.role", "a text", message.get("role"))
     message["role"] = "system" if message["role"] == "developer" else message["role"]
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -299,13 +306,12 @@ def _read_message(given: Mapping[str, Any]) -> dict[str, Any]:
         if len(texts) == len(content):
             message["content"] = "\n".join(texts)
     if not (isinstance(message.get("content"), str) or (content is None and calls)):
-        raise misfit("content of one of the messages", "text, or parts of type text", content)
-    if not calls:
-        return {name: value for name, value in message.items() if name != "tool_calls"}
+        raise misfit(f"{name}.content", "text, or parts of type text", content)
+    message.pop("tool_calls", None)
     try:
-        return {**message, "tool_calls": [_read_tool_call(each) for each in calls]}
+        return {**message, "tool_calls": [_read_tool_call(each) for each in calls]} if calls else message
     except (KeyError, TypeError, ValueError) as error:
-        raise misfit("tool_calls of one of the messages", "as OpenAI gives them", calls) from error
+        raise misfit(f"{name}.tool_calls", "as OpenAI gives them", calls) from error
 
 
 def _read_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -321,6 +321,8 @@ class GenerationLoop:
         self.in_flight.append(_Record(values, ready, sequences, is_step, tree, context, pauses, batch))
 
     def _read(self) -> None:
+        # Who is told of tokens needs the interpreter, which this thread now leaves.
+        self.source.publish(waits=True)
         record = self.in_flight.popleft()
         if record.ready is not None:
             record.ready.synchronize()
@@ -339,7 +341,7 @@ class GenerationLoop:
         for slot, state in record.sequences.items():
             if rows[slot][0] > 0 and state.finish_reason is None:
                 self._take(slot, state, rows[slot], record)
-        self.source.publish()
+        self.source.publish(waits=not self.in_flight)
 
     def _take(self, slot: int, state: Request, row: Sequence[int], record: _Record) -> None:
         """Deliver a slot's tokens of a record; ``row``: tokens accepted, tokens kept, how it ended, the tokens."""

@@ -104,8 +104,11 @@ class Source:
         """Take up to ``number`` requests, those first that came first."""
         return [(self._waiting.popleft(), self._rules) for _ in range(min(number, len(self._waiting)))]
 
-    def publish(self) -> None:
-        """Look at what requests have become: called where some have new tokens, or have ended."""
+    def publish(self, waits: bool = False) -> None:
+        """Look at what requests have become: called where some have new tokens, or have ended.
+
+        ``waits``: whether the loop's thread is about to wait for the device.
+        """
 
     def fail(self, request: Request, error: Exception) -> None:
         """Take note that a request has failed; raises where all others are to fail with it."""

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpeculativeModel:
-    for name, value in (("PROMPT", 20), ("NEW", 6), ("CALLS", 1), ("ROUNDS", 1)):
+    for name, value in (("PROMPT", 20), ("NEW", 6), ("ROUNDS", 1)):
         monkeypatch.setattr(serve, name, value)
     monkeypatch.setitem(serve.LONG_PROMPT, "smollm2", 60)
     monkeypatch.setitem(serve.LONG_NEW, "smollm2", 120)
@@ -33,7 +33,7 @@ def server(model: SpeculativeModel) -> Iterator[serve.Server]:
 
 
 def test_rows(model: SpeculativeModel, server: serve.Server) -> None:
-    found = serve.run_row(model, server, clients=2)
+    found = serve.run_row(model, server, clients=2, calls_each=1)
     assert found["different"] == 0
     assert found["spread"]["streamed_ratio"] == [found["streamed_ratio"]] * 2
     assert found["spread"]["whole"] == [found["whole_tokens_s"]] * 2

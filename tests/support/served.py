@@ -15,9 +15,6 @@ import uvicorn
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.serve.app import Service
 
-OURS = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "return_token_ids")
-"""Fields beside OpenAI's."""
-
 
 @dataclass(frozen=True)
 class Served:
@@ -68,20 +65,12 @@ class MixedCall:
 
     def ask(self, client: openai.OpenAI, is_streamed: bool) -> list[list[int]]:
         """Return the token ids of each answer, through a stream or whole."""
-        extra = {name: value for name, value in self.options.items() if name in OURS}
-        named = {name: value for name, value in self.options.items() if name not in OURS}
-        body: dict[str, Any] = {
-            "model": client.models.list().data[0].id,
-            "prompt": self.prompt,
-            "n": self.count,
-            **named,
-        }
-        extra["return_token_ids"] = True
+        body: dict[str, Any] = {"model": client.models.list().data[0].id, "prompt": self.prompt, "n": self.count}
+        body["extra_body"] = {**self.options, "return_token_ids": True}
         if not is_streamed:
-            choices = client.completions.create(**body, extra_body=extra).choices
-            return [choice.model_extra["token_ids"] for choice in choices]
+            return [choice.model_extra["token_ids"] for choice in client.completions.create(**body).choices]
         found: list[list[int]] = [[] for _ in range(self.count)]
-        for chunk in client.completions.create(**body, extra_body=extra, stream=True):
+        for chunk in client.completions.create(**body, stream=True):
             for choice in chunk.choices:
                 found[choice.index] += (choice.model_extra or {}).get("token_ids", [])
         return found

@@ -108,11 +108,11 @@ def _choose(
     slot = tl.arange(0, SLOTS)
     ordered = _ordered(logits.to(tl.float32))
     # Of equal logits the lower id is the larger key. Of 16 bits, as fp32, the upper 19 tell all apart.
-    if logits.dtype.primitive_bitwidth == 16:
-        NONE: tl.constexpr = -(1 << 31)
+    HALF: tl.constexpr = logits.dtype.primitive_bitwidth == 16
+    NONE: tl.constexpr = -(1 << 31) if HALF else -(1 << 63)
+    if HALF:
         keys = ((ordered >> 13) << 12) + (COUNT - expert)[None, :]
     else:
-        NONE: tl.constexpr = -(1 << 63)
         keys = (ordered.to(tl.int64) << 32) + (COUNT - expert)[None, :]
     keys = tl.where((expert < COUNT)[None, :], keys, NONE)
     ids = tl.full((logits.shape[0], SLOTS), COUNT, tl.int32)

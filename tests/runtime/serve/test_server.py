@@ -20,6 +20,7 @@ from typing import Any
 import openai
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.serve import engine
 from eagle_slim.runtime.step import decoder, prefill
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -129,7 +130,9 @@ def test_messages_are_read_as_templates_take_them(
         ("chat/completions", {"messages": HELLO, "model": "other"}, 404, "other"),
         ("chat/completions", {"messages": "hello"}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
-        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
+        ("chat/completions", {"messages": [*HELLO, {"content": "x"}]}, 400, "messages[1].role"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": HELLO, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
         ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
         ("chat/completions", {"messages": HELLO, "logprobs": True}, 400, "logprobs"),
@@ -142,11 +145,18 @@ def test_messages_are_read_as_templates_take_them(
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 900}]}, 400, "context"),
         ("completions", {"prompt": ""}, 400, "empty"),
         ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
-        ("completions", {"prompt": [[1, "a"]]}, 400, "token ids"),
+        ("completions", {"prompt": [[1, "a"]]}, 400, "prompt must be token ids"),
+        ("completions", {"prompt": ["a", [1]]}, 400, "mixes"),
         ("completions", {"prompt": [{"role": "user"}]}, 400, "prompt must be a text"),
         ("completions", {"prompt": [99999]}, 400, "99999"),
         ("completions", {"prompt": "x", "seed": -1}, 400, "seed"),
+        ("completions", {"prompt": "x", "temperature": 0, "seed": "a"}, 400, "seed"),
+        ("completions", {"prompt": "x", "temperature": False}, 400, "temperature"),
+        ("completions", {"prompt": ["x"] * 5}, 400, "5 answers"),
+        ("completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}, 400, "include_usage"),
         ("completions", {"prompt": "x", "stop": [3]}, 400, "stop"),
+        ("completions", {"prompt": "x", "stop": {"a": 1}}, 400, "stop"),
+        ("completions", {"prompt": "x", "repetition_penalty": 0}, 400, "repetition_penalty"),
         ("completions", {"prompt": "x", "logit_bias": {"3": 4}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "frequency_penalty": 0.5}, 400, "frequency_penalty"),
         ("completions", {"prompt": "x", "temprature": 0.5}, 400, "temprature"),
@@ -163,6 +173,7 @@ def test_a_wrong_call_is_refused_in_openais_form(
     assert (found, error["type"]) == (status, "invalid_request_error")
     assert named in error["message"]
     assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] in (body if isinstance(body, dict) and body else [None])
     # A line, which no client can break into two.
     assert [len(record.message.splitlines()) for record in caplog.records] == [1]
 
@@ -180,6 +191,7 @@ def test_keys_metrics_health_models_and_pages(served: Served) -> None:
     assert [each["id"] for each in json.loads(call(f"{url}/v1/models")[2])["data"]] == ["tiny", "small"]
     assert json.loads(call(f"{url}/v1/models/tiny")[2])["max_model_len"] == 200
     assert call(f"{url}/v1/models/other")[0] == 404
+    assert call(f"{url}/v1/completions")[1]["allow"] == "POST"
     headers = call(f"{url}/health", Origin="http://page")[1]
     assert headers["access-control-allow-origin"] == "http://page"
     assert "access-control-allow-origin" not in call(f"{url}/health", Origin="http://other")[1]
@@ -263,17 +275,28 @@ def test_a_fault_of_one_answer_is_its_own(
     thread.join()
     assert found == alone
     wait_for(lambda: served.is_idle)
-    assert sum("ended by" in record.message and "fault" in record.message for record in caplog.records) == 4
+    lines = [record.message for record in caplog.records]
+    assert sum("ended by" in line and "fault" in line for line in lines) == 4
+    assert not any(line.startswith("/v1/") for line in lines)
 
 
 def test_no_answer_waits_longer_than_a_chunk(served: Served, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt comes while an answer runs."""
+    """A long prompt comes while an answer runs, whose tokens are told before each chunk."""
+    run_chunk, running, untold = prefill.Prefill.run_chunk, served.service.engine.running, []
+
+    def look(*given: Any) -> None:
+        untold.extend(len(request.token_ids) - answer.num_told for request, answer in running.items())
+        run_chunk(*given)
+
+    monkeypatch.setattr(prefill.Prefill, "run_chunk", look)
     monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 4)
+    monkeypatch.setattr(engine, "_PAUSE_S", 0)
     client = served.client(KEYS[0])
     stream = iter(client.completions.create(model="tiny", prompt=[3], stream=True, **LONG))
     next(stream)
     client.completions.create(model="tiny", prompt=[4] * 60, max_tokens=2)
     assert len([*stream]) > 1
+    assert set(untold) == {0}
     begins = ran.index("step")
     assert ran[begins:].count("run_chunk") == 15
     assert ("run_chunk", "run_chunk") not in zip(ran[begins:], ran[begins + 1 :], strict=False)
