@@ -32,6 +32,7 @@ _DEEPEST = 6
 _UNREAD = ("generation_config", "_eagle_slim_kept", "__warningregistry__", "__annotations__")
 _PLAIN = (Tensor, nn.Parameter)
 _OPAQUE = (type, property, GenericAlias, GetSetDescriptorType, ModuleType, logging.Logger)
+_CACHED = type(lru_cache(int))
 
 
 class Watch:
@@ -87,7 +88,7 @@ class Watch:
         if depth > _DEEPEST or isinstance(value, _OPAQUE) or id(value) in self._taken or is_of_a_library(value):
             return value
         kind: Any = next((kind for kind in (dict, list, tuple, set) if isinstance(value, kind)), None)
-        if kind is None and _contents_of(value):
+        if kind is None and 0 < len(_contents_of(value)) <= _LARGEST:
             self._taken[id(value)] = value
             self._compare(partial(_contents_of, value), depth + 1)
         if kind is None or len(value) > _LARGEST:
@@ -132,6 +133,8 @@ def _differ(old: Any, new: Any) -> bool:
 def _contents_of(value: Any) -> dict[Any, Any]:
     """Read what an object refers to: its attributes by name, all else by place; of a function the variables it uses."""
     named = getattr(value, "__dict__", {})
+    if isinstance(value, _CACHED):  # what it keeps are its function's values
+        return named
     if not isinstance(value, FunctionType):
         return {**dict(enumerate([each for each in gc.get_referents(value) if each is not named])), **named}
     found = {**named, "parts": (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__)}

@@ -4,6 +4,7 @@ Every way of `support.changed_models` runs fused, through transformers' forward,
 """
 
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -304,3 +305,13 @@ def test_what_a_forward_leaves_behind_is_no_change(own: Any, head: Path) -> None
         output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
         assert (output.stats.num_reused_tokens > 0) is is_reused
         assert len(states) == counts["calls"] > 0
+
+
+def test_what_a_cached_function_keeps_and_very_many_entries_are_not_compared(own: Any, head: Path) -> None:
+    cached, many = cache(abs), deque(range(1 << 17))
+    own.model.layers[1].mlp.held = cached, many
+    model = over(own, head)
+    answer(model, reuse_prefix=True)
+    many.append(cached(-1))
+    output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
+    assert output.stats.num_reused_tokens > 0
