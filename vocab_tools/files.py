@@ -53,8 +53,9 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """Return the output path; UsageError, before any work, where it exists (without `force`) or is not writable."""
     path = Path(path)
     if path.exists():
-        regular_file(path, UsageError)
-        if not force:
+        if not path.is_file():
+            regular_file(path, UsageError)
+        elif not force:
             raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():

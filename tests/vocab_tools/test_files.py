@@ -56,6 +56,13 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, m
         refuse_existing(tmp_path / "x")
 
 
+def test_a_file_that_git_lfs_has_not_fetched_is_overwritten_as_any_other(tmp_path):
+    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with raises_with(UsageError, "exists already", "--force"):
+        refuse_existing(tmp_path / "x")
+    assert refuse_existing(tmp_path / "x", force=True) == tmp_path / "x"
+
+
 READERS = {
     "counts": ("a.safetensors", TokenCounts.load),
     "vocabulary": ("a.json", DraftVocab.load),
