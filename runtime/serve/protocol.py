@@ -233,6 +233,8 @@ def _read_call(
     with_usage = read_flag("stream_options.include_usage", of_stream.get("include_usage") or False)
     # OpenAI's defaults.
     drawn = {"temperature": 1.0, "seed": secrets.randbelow(2**63), **fields}
+    if drawn.get("top_k") == -1:  # what other servers call all
+        drawn["top_k"] = 0
     sampling = SamplingConfig(**{name: drawn[name] for name in (*_SAMPLING, "seed") if name in drawn})
     options = {name: fields[name] for name in _OPTIONS & fields.keys()}
     name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"

@@ -181,7 +181,8 @@ def test_a_wrong_call_is_refused_in_openais_form(
 def test_fields_without_effect_are_taken(served: Served) -> None:
     body = {"messages": HELLO, "max_tokens": 1, "user": "me", "metadata": {}, "logit_bias": {}, "presence_penalty": 0.0}
     body |= {"logprobs": False, "tool_choice": "none", "tools": [{}], "stop": [], "response_format": {"type": "text"}}
-    assert call(f"{served.url}/v1/chat/completions", {**body, "seed": None})[0] == 200
+    for more in ({"seed": None}, {"top_k": -1}, {"top_k": -1, "temperature": 0}):
+        assert call(f"{served.url}/v1/chat/completions", {**body, **more})[0] == 200
 
 
 def test_keys_metrics_health_models_and_pages(served: Served) -> None:
