@@ -116,15 +116,16 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     note(f"loading {options['head'] or 'the built-in head'} with its target")
     # Looking for garbage among a million new objects of modules takes a sixth of their imports.
     gc.disable()
-    from transformers.utils import logging
+    try:
+        from transformers.utils import logging
 
-    from .model import SpeculativeModel
-    from .opening.targets import open_target
-
-    # The oldest generation from now on: at the end Triton tells of what is still frozen as leaks.
-    gc.freeze()
-    gc.unfreeze()
-    gc.enable()
+        from .model import SpeculativeModel
+        from .opening.targets import open_target
+    finally:
+        # The oldest generation from now on: at the end Triton tells of what is still frozen as leaks.
+        gc.freeze()
+        gc.unfreeze()
+        gc.enable()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     show_downloads()

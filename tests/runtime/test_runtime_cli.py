@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import runpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TargetError, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
+from eagle_slim.runtime.options_cli import load_heads
 from eagle_slim.vocab_tools.common_cli import emit_json
 from huggingface_hub.utils import are_progress_bars_disabled
 from packaging.version import Version
@@ -117,6 +119,13 @@ def test_downloads_show_their_progress(generate: Run) -> None:
     """They may take minutes."""
     assert generate("--prompt", "hello", "--max-new-tokens", "2").code == 0
     assert not are_progress_bars_disabled()
+
+
+def test_garbage_is_looked_for_after_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "eagle_slim.runtime.opening.targets", None)
+    with pytest.raises(ModuleNotFoundError):
+        load_heads({"head": None})
+    assert gc.isenabled()
 
 
 def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> None:
