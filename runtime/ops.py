@@ -25,6 +25,8 @@ import torch
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 _SIDE_TURN = threading.RLock()
+_GARBAGE = threading.Lock()
+"""Held while the search for garbage is switched: no other thread's switch comes between a look at it and our own."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,15 @@ def lacks_fp8(device: torch.device) -> str | None:
 @contextmanager
 def garbage_kept() -> Iterator[None]:
     """Look for no garbage in a block whose many objects stay: each search reads the million of all imported modules."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with _GARBAGE:
+        was_enabled = gc.isenabled()
+        gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            gc.enable()
+            with _GARBAGE:
+                gc.enable()
 
 
 @contextmanager

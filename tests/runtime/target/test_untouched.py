@@ -92,6 +92,30 @@ def test_a_target_that_is_let_go_is_free_at_once(head: Path) -> None:
         assert own() is None
 
 
+def test_garbage_is_looked_for_after_one_load_ends_while_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_enabled, has_begun, ends = gc.isenabled, threading.Event(), threading.Event()
+
+    def load() -> None:
+        with garbage_kept():
+            has_begun.set()
+            ends.wait()
+
+    def meanwhile() -> bool:
+        found = is_enabled()
+        ends.set()
+        first.join(0.1)
+        return found
+
+    first = threading.Thread(target=load)
+    first.start()
+    has_begun.wait()
+    monkeypatch.setattr(gc, "isenabled", meanwhile)
+    with garbage_kept():
+        pass
+    first.join()
+    assert is_enabled()
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the first time that a line is reached, or, without one, notes the lines."""
 
