@@ -125,8 +125,7 @@ def _state(tensor: Any) -> Any:
 def _differ(old: Any, new: Any) -> bool:
     try:
         return bool(old != new)
-    except (RuntimeError, TypeError, ValueError):
-        # A value of a kind that cannot be compared took the place of another.
+    except Exception:  # a value's comparison is a program of its own, perhaps only for others of its kind
         return True
 
 

@@ -315,3 +315,20 @@ def test_what_a_cached_function_keeps_and_very_many_entries_are_not_compared(own
     many.append(cached(-1))
     output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
     assert output.stats.num_reused_tokens > 0
+
+
+def test_what_compares_itself_with_its_own_kind_alone_is_replaced(own: Any, head: Path) -> None:
+    class Scale:
+        def __init__(self, times: float) -> None:
+            self.times = times
+
+        def __eq__(self, other: Any) -> bool:
+            return bool(self.times == other.times)
+
+    mlp = own.model.layers[1].mlp
+    steer(mlp, lambda self: torch.zeros(32) if self.scale is None else self.scale.times)
+    mlp.scale = Scale(2.0)
+    model = over(own, head)
+    assert answer(model, reuse_prefix=True)[0] == own_answer(own) != unchanged_answer()
+    mlp.scale = None
+    assert answer(model, reuse_prefix=True)[0] == unchanged_answer()
