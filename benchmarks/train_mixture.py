@@ -1,14 +1,16 @@
 """Train a small mixture of experts and a head for it, and compare its drafted answers with plain ones.
 
-    python -m benchmarks.train_mixture --save FOLDER [--corpus CHATS.jsonl.gz] [--seconds 60] [--out FILE]
+    python -m benchmarks.train_mixture --save FOLDER [--family gpt-oss] [--seconds 60] [--out FILE]
     python -m benchmarks.train_mixture --saved FOLDER [--out FILE]     # compare again
 
 No small mixture with real text is to be had as a package. So the MLP of each layer of SmolLM2 becomes eight experts,
 copies with noise, two of which a token goes to, in the form of Qwen3-MoE: what its norms of q and k divide away is in
-their gains again, in the mean. The target is trained for ``--seconds`` to predict text that SmolLM2 wrote (default: the
-shipped chats), and balances its experts. Then a head, at first the built-in one, is trained as long as that on the
-target's own distributions over the text, as EAGLE-3 trains (arXiv:2503.01840): each pass after the first takes the
-head's outputs in the place of the target's features, and looks back on their keys. FOLDER gets ``target`` and ``head``.
+their gains again, in the mean. Or, with ``--family gpt-oss``, in the form of that, in bf16: the clamped SwiGLU gives
+what SmolLM2's does, sinks begin small, and every other layer learns to see 128 tokens only. The target is trained for
+``--seconds`` to predict text that SmolLM2 wrote (default: the shipped chats), and balances its experts. Then a head, at
+first the built-in one, is trained as long as that on the target's own distributions over the text, as EAGLE-3 trains
+(arXiv:2503.01840): each pass after the first takes the head's outputs in the place of the target's features, and looks
+back on their keys. FOLDER gets ``target`` and ``head``.
 
 Compared are, with ``speculative=False`` of each prompt alone, answers alone and in 16 slots, over a chain and a tree,
 greedy and sampled; and in float32 on the CPU greedy ones with transformers' own. Exit status 1 where a token differs.
@@ -50,6 +52,9 @@ CHATS = Path(__file__).parents[1] / "convert" / "default" / "self_chat.jsonl.gz"
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 EXPERTS, TOP_K, NOISE, BALANCE = 8, 2, 0.1, 0.01
 """``NOISE``: of a copied weight, beside its deviation; ``BALANCE``: weight of the loss that evens out experts."""
+FAMILIES = ("qwen3-moe", "gpt-oss")
+SINK = -4.0
+"""Score of a sink at first, at which it takes little."""
 LENGTH, BATCH = 512, 32
 RATES = {"target": 6e-4, "head": 3e-4}
 PASSES, PASS_WEIGHT = 4, 0.8
@@ -68,9 +73,9 @@ def read_chats(tokenizer: Any, path: Path) -> Tensor:
 
 
 @torch.no_grad()
-def mixture_of(base: Any, tokens: Tensor) -> Any:
-    """Build a mixture from a Llama; ``tokens`` [sequences, length] show how large its q and k are."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def mixture_of(base: Any, tokens: Tensor, family: str = "qwen3-moe") -> Any:
+    """Build a mixture of `FAMILIES` from a Llama; ``tokens`` [sequences, length] show how large its q and k are."""
+    from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     old = base.config
     same = (
@@ -78,18 +83,40 @@ def mixture_of(base: Any, tokens: Tensor) -> Any:
         *("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters"),
         *("bos_token_id", "eos_token_id", "pad_token_id"),
     )
-    config = Qwen3MoeConfig(
-        **{name: getattr(old, name) for name in same},
-        head_dim=old.hidden_size // old.num_attention_heads,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=old.intermediate_size,
-        norm_topk_prob=True,
-        router_aux_loss_coef=BALANCE,
-    )
+    sizes = {name: getattr(old, name) for name in same} | {
+        "head_dim": old.hidden_size // old.num_attention_heads,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "router_aux_loss_coef": BALANCE,
+    }
     with base.device:
-        model: Any = Qwen3MoeForCausalLM._from_config(config, dtype=base.dtype)
+        if family == "gpt-oss":
+            model: Any = GptOssForCausalLM._from_config(GptOssConfig(**sizes), dtype=base.dtype)
+        else:
+            more = {"moe_intermediate_size": old.intermediate_size, "norm_topk_prob": True}
+            model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes | more), dtype=base.dtype)
     model.load_state_dict(base.state_dict(), strict=False)
+    if family == "gpt-oss":
+        for layer, copied in zip(model.model.layers, base.model.layers, strict=True):
+            layer.self_attn.sinks.fill_(SINK)
+            mlp, experts = copied.mlp, layer.mlp.experts
+            # ``(up + 1) * gate * sigmoid(alpha * gate)``, with gates and ups in turn.
+            both = torch.stack((mlp.gate_proj.weight / experts.alpha, mlp.up_proj.weight), 1).flatten(0, 1)
+            experts.gate_up_proj_bias[:, 1::2] = -1
+            _put_copies(experts.gate_up_proj, both.t())
+            _put_copies(experts.down_proj, mlp.down_proj.weight.t() * experts.alpha)
+        return model
+    for layer, copied, sizes_of in zip(model.model.layers, base.model.layers, _head_sizes(base, tokens), strict=True):
+        for norm, size in zip((layer.self_attn.q_norm, layer.self_attn.k_norm), sizes_of, strict=True):
+            norm.weight.fill_(size)
+        mlp = copied.mlp
+        _put_copies(layer.mlp.experts.gate_up_proj, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        _put_copies(layer.mlp.experts.down_proj, mlp.down_proj.weight)
+    return model
+
+
+def _head_sizes(base: Any, tokens: Tensor) -> list[list[float]]:
+    """Return the root mean square of each layer's q and k."""
     projections = [(layer.self_attn.q_proj, layer.self_attn.k_proj) for layer in base.model.layers]
     sizes: dict[nn.Module, Tensor] = {}
     with ExitStack() as hooks:
@@ -97,17 +124,11 @@ def mixture_of(base: Any, tokens: Tensor) -> Any:
             hook = projection.register_forward_hook(lambda own, _, out: sizes.update({own: out.float().pow(2).mean()}))
             hooks.callback(hook.remove)
         base(tokens)
-    for layer, copied, (q, k) in zip(model.model.layers, base.model.layers, projections, strict=True):
-        layer.self_attn.q_norm.weight.fill_(float(sizes[q].sqrt()))
-        layer.self_attn.k_norm.weight.fill_(float(sizes[k].sqrt()))
-        mlp = copied.mlp
-        both = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
-        for experts, weight in (
-            (layer.mlp.experts.gate_up_proj, both),
-            (layer.mlp.experts.down_proj, mlp.down_proj.weight),
-        ):
-            experts.copy_(weight + torch.randn_like(experts) * weight.std() * NOISE)
-    return model
+    return [[float(sizes[each].sqrt()) for each in pair] for pair in projections]
+
+
+def _put_copies(experts: Tensor, weight: Tensor) -> None:
+    experts.copy_(weight + torch.randn_like(experts) * weight.std() * NOISE)
 
 
 def batches(tokens: Tensor, seconds: float, device: torch.device) -> Iterator[tuple[float, Tensor]]:
@@ -224,14 +245,14 @@ def head_losses(head: TrainedHead, model: Any, taps: Sequence[int], tokens: Tens
     return torch.stack((loss, *agreeing))
 
 
-def make(folder: Path, corpus: Path, seconds: int, device: torch.device) -> dict[str, Any]:
+def make(folder: Path, corpus: Path, seconds: int, family: str, device: torch.device) -> dict[str, Any]:
     """Train target and head, and write them."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     opened = SpeculativeModel.from_pretrained(device=device, dtype=dtype)
     base, tokenizer = cast("Any", opened.target.model), cast("Any", opened.tokenizer)
     tokens = read_chats(tokenizer, corpus)
-    model = mixture_of(base, tokens[:BATCH].to(device)).train()
+    model = mixture_of(base, tokens[:BATCH].to(device), family).train()
     steps = partial(batches, tokens, seconds, device)
     found: dict[str, Any] = {"tokens": tokens.numel(), "seconds": seconds}
     found["target"] = train([*model.parameters()], RATES["target"], partial(target_losses, model), steps())
@@ -305,6 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("train_mixture", __doc__)
     command.add_argument("--corpus", type=Path, default=CHATS, help="chats in JSON lines, packed by gzip")
+    command.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="what is trained")
     command.add_argument("--seconds", type=whole_from(1), default=60, help="of training the target, then the head")
     folder = command.add_mutually_exclusive_group(required=True)
     folder.add_argument("--save", type=Path, help="train, and write target and head into this folder")
@@ -321,7 +343,7 @@ def main(argv: list[str] | None = None) -> None:
         write(result, args.out)
 
     if args.save is not None:
-        result |= make(args.save, args.corpus, args.seconds, device)
+        result |= make(args.save, args.corpus, args.seconds, args.family, device)
         show({name: value for name, value in result.items() if name != "rows"})
         write(result, args.out)
         torch.cuda.empty_cache()

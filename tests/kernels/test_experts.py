@@ -118,6 +118,9 @@ def check(experts: Experts, x: Tensor, unused: tuple[int, ...] = ()) -> Found:
         # Listed, and more than a tile of an expert's rows.
         (260, {"hidden": 64, "width": 32, "count": 3, "top_k": 2}),
         (3, {"hidden": 32, "width": 16, "count": 2, "top_k": 2}),
+        # A last product in two splits, apart, and of more pairs one after the other.
+        (2, {"hidden": 80, "width": 2064, "count": 3, "top_k": 2}),
+        (9, {"hidden": 80, "width": 2064, "count": 3, "top_k": 2}),
     ],
 )
 def test_kernels_are_their_twins(device: str, rows: int, sizes: dict[str, int], normalises: bool) -> None:

@@ -1,9 +1,9 @@
 """The experts of a mixture's layer as kernels: a row's result has the same bits whatever stands beside it.
 
 A *pair* is a row and one of the experts that it goes to: pair ``row * top_k + slot``. What decides bits is fixed by
-shape and type as in `product_kernels`: the router's K is cut into `ProductShape.splits`, added in order; an expert's K
-is whole; a row's experts are added in the order of its slots. Rows of one expert share tiles of its weights in the
-order of their numbers; which rows these are decides nothing but speed.
+shape and type as in `product_kernels`: the K of a router and of a long last product is cut into
+`ProductShape.splits`, added in order, else it is whole; a row's experts are added in the order of its slots. Rows of
+one expert share tiles of its weights in the order of their numbers; which rows these are decides nothing but speed.
 
 Launches are as large as the worst case asks for, and programs without work end at once. Of few pairs each program finds
 those of its expert by itself; of more, `group_kernel` lists them, by expert and in order. Only integers are counted.
@@ -36,8 +36,6 @@ from .product_kernels import (
     sum_split,
 )
 
-_LEAST = tl.constexpr(-(1 << 63))
-
 
 @dataclass(frozen=True)
 class ExpertGrid:
@@ -45,7 +43,8 @@ class ExpertGrid:
 
     ``block``: the power of two that all pairs fit in where programs look through them, 0 where they are listed.
     ``by_pair``: a place in the grid for each pair, not for each expert. ``shares``: programs that share an expert's
-    rows. ``combines``: the program that is done last with some columns adds all experts' results.
+    rows. ``combines``: the program that is done last with some columns adds all experts' results. ``apart``: each split
+    of K has a program of its own; nothing is shared then.
     """
 
     experts: int
@@ -54,6 +53,7 @@ class ExpertGrid:
     by_pair: bool
     shares: int
     combines: bool
+    apart: bool = False
 
 
 class Picks(NamedTuple):
@@ -61,7 +61,7 @@ class Picks(NamedTuple):
 
     A row that nobody reads has as ``experts`` one more than there are. ``counts`` int32 [experts] and ``members`` int32
     [experts, rows]: pairs of each expert, in order, if they are listed. ``sums`` fp32 [rows, splits, experts]: the
-    router's splits. ``finished`` int32: counters of finished programs, 0 between launches.
+    router's splits. ``finished`` int32: counters of finished programs or pairs, 0 between launches.
     """
 
     experts: Tensor
@@ -85,36 +85,66 @@ def _unordered(ordered):
 
 
 @triton.jit
+def _keys(logits, expert, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """Return integers by which experts are chosen, of equal logits the lower id.
+
+    HALF: logits are numbers of 16 bits, of which 19 bits as fp32 tell all apart; so keys have 32, not 64.
+    """
+    if HALF:
+        tl.static_assert(COUNT < 4096)
+        keys = ((_ordered(logits) >> 13) << 12) + (COUNT - expert)[None, :]
+        return tl.where((expert < COUNT)[None, :], keys, -(1 << 31))
+    else:
+        keys = (_ordered(logits).to(tl.int64) << 32) + (COUNT - expert)[None, :]
+        return tl.where((expert < COUNT)[None, :], keys, -(1 << 63))
+
+
+@triton.jit
+def _of_key(key, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """Return the logit and the expert of a key."""
+    if HALF:
+        ordered = key >> 12
+        return _unordered((ordered << 13) + tl.where(ordered < 0, 8191, 0)), COUNT - (key & 4095)
+    else:
+        return _unordered((key >> 32).to(tl.int32)), COUNT - key.to(tl.int32)
+
+
+@triton.jit
 def _choose(
-    logits, expert, is_used, GRID: tl.constexpr, NORMALISES: tl.constexpr, OF_CHOSEN: tl.constexpr, SLOTS: tl.constexpr
+    logits,
+    expert,
+    is_used,
+    GRID: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Choose the experts of rows by ``logits`` fp32 [rows, experts]: their ids, then weights, [rows, SLOTS].
 
-    OF_CHOSEN: the softmax is over the chosen ones, in the order of slots.
+    OF_CHOSEN: the softmax is over the chosen ones, in the order of slots. HALF: see `_keys`.
     """
     COUNT: tl.constexpr = GRID.experts
     TOP_K: tl.constexpr = GRID.top_k
     slot = tl.arange(0, SLOTS)
-    is_expert = (expert < COUNT)[None, :]
-    # Of equal logits the lower id is the larger key.
-    keys = (_ordered(logits).to(tl.int64) << 32) + (COUNT - expert)[None, :]
-    keys = tl.where(is_expert, keys, _LEAST)
+    keys = _keys(logits, expert, COUNT, HALF)
     ids = tl.full((logits.shape[0], SLOTS), COUNT, tl.int32)
     chosen = tl.zeros((logits.shape[0], SLOTS), tl.float32)
-    largest = _unordered((tl.max(keys, 1) >> 32).to(tl.int32))
+    largest, _ = _of_key(tl.max(keys, 1), COUNT, HALF)
     all_weights = 1.0
     if not OF_CHOSEN:
-        all_weights = exact_sum(tl.where(is_expert, tl.exp(logits - largest[:, None]), 0.0), 1)
+        weights = tl.exp(logits - largest[:, None])
+        all_weights = exact_sum(tl.where((expert < COUNT)[None, :], weights, 0.0), 1)
     total = tl.zeros((logits.shape[0],), tl.float32)
     for j in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
-        keys = tl.where(keys == best[:, None], _LEAST, keys)
-        probability = tl.exp(_unordered((best >> 32).to(tl.int32)) - largest)
+        keys = tl.where(keys == best[:, None], -(1 << 31) if HALF else -(1 << 63), keys)
+        logit, id_of = _of_key(best, COUNT, HALF)
+        probability = tl.exp(logit - largest)
         if not OF_CHOSEN:
             probability /= all_weights
         total += probability
         of_slot = (slot == j)[None, :]
-        id_of = COUNT - best.to(tl.int32)
         ids = tl.where(of_slot & is_used[:, None], id_of[:, None], ids)
         chosen = tl.where(of_slot, probability[:, None], chosen)
     return ids, chosen / total[:, None] if NORMALISES or OF_CHOSEN else chosen
@@ -146,6 +176,8 @@ def route_kernel(
     kv_row = tl.load(kv_row_ptr + row, mask=inside, other=-1)
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, w_ptr)
     w = begin(operands, n, n_inside, split, SHAPE, TILES, OVERLAP)
+    # What the last program needs at its end is on its way meanwhile.
+    squares = load_squares(factor, row, inside, SHAPE.depth)
     acc = product(w, operands, row, inside, n, n_inside, 0, split, SHAPE, TILES, False)
     at = (row.to(tl.int64) * SHAPE.splits + split) * SHAPE.size
     tl.store(picks.sums + at[None, :] + n[:, None], acc, mask=n_inside[:, None] & inside[None, :])
@@ -161,14 +193,15 @@ def route_kernel(
         for each in tl.static_range(SPLITS):
             at = (row.to(tl.int64) * SPLITS + each) * SHAPE.size
             total += tl.load(picks.sums + at[:, None] + expert[None, :], mask=both, other=0.0, cache_modifier=".cg")
-        times = norm_factor(load_squares(factor, row, inside, SHAPE.depth), factor.eps, factor.unshrink, SHAPE.depth)
+        times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         kind = x_ptr.dtype.element_ty
         logits = total * times[:, None]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert, mask=expert < SHAPE.size, other=0.0).to(tl.float32)
             logits += bias[None, :]
         logits = logits.to(kind).to(tl.float32)
-        ids, weights = _choose(logits, expert, kv_row >= 0, GRID, NORMALISES, bias_ptr is not None, SLOTS)
+        HALF: tl.constexpr = kind.primitive_bitwidth == 16
+        ids, weights = _choose(logits, expert, kv_row >= 0, GRID, NORMALISES, bias_ptr is not None, SLOTS, HALF)
         slot = tl.arange(0, SLOTS)
         to = row[:, None] * GRID.top_k + slot[None, :]
         kept = inside[:, None] & (slot < GRID.top_k)[None, :]
@@ -195,22 +228,24 @@ def group_kernel(picks, rows, GRID: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: 
 
 @triton.jit
 def _find(picks, at, rows, GRID: tl.constexpr):
-    """Return the expert of a place in the grid, how many pairs it has, and each pair's place among them, if looked for.
+    """Return the expert of a place in the grid, how many pairs it has, each pair's place among them, and all pairs.
 
-    Where places are those of pairs, the first pair of an expert stands for all of its.
+    The last two only if they are looked for. Where places are those of pairs, the first pair of an expert stands for
+    all of its.
     """
     if GRID.block == 0:
-        return at, tl.load(picks.counts + at, cache_modifier=".cg"), at
+        return at, tl.load(picks.counts + at, cache_modifier=".cg"), at, 0
     else:
         pair = tl.arange(0, GRID.block)
         of = tl.load(picks.experts + pair, mask=pair < rows * GRID.top_k, other=GRID.experts, cache_modifier=".cg")
+        all_pairs = tl.sum((of < GRID.experts).to(tl.int32), 0)
         expert = at
         if GRID.by_pair:
             expert = tl.load(picks.experts + at, cache_modifier=".cg")
             is_first = tl.min(tl.where(of == expert, pair, GRID.block), 0) == at
             of = tl.where(is_first & (expert < GRID.experts), of, GRID.experts + 1)
         mine = (of == expert).to(tl.int32)
-        return expert, tl.sum(mine, 0), tl.where(mine > 0, tl.cumsum(mine, 0) - 1, -1)
+        return expert, tl.sum(mine, 0), tl.where(mine > 0, tl.cumsum(mine, 0) - 1, -1), all_pairs
 
 
 @triton.jit
@@ -251,7 +286,7 @@ def gated_experts_kernel(
     PAIRED: tl.constexpr = TILES.block_n // 2
     TILED: tl.constexpr = (SIZE + PAIRED - 1) // PAIRED
     share, tile = tl.program_id(0) % GRID.shares, tl.program_id(0) // GRID.shares % TILED
-    expert, count, found = _find(picks, tl.program_id(0) // (GRID.shares * TILED), rows, GRID)
+    expert, count, found, _ = _find(picks, tl.program_id(0) // (GRID.shares * TILED), rows, GRID)
     of_pair, is_up = own_pair(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRED + of_pair
     first_row = expert * SHAPE.size
@@ -260,6 +295,8 @@ def gated_experts_kernel(
     w_inside = in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
     n = tile * PAIRED + tl.arange(0, PAIRED)
+    # 0, which a compiler does not know: it would count columns in 64 bits, and not for all threads together.
+    split = tl.program_id(1)
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -267,9 +304,14 @@ def gated_experts_kernel(
         pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
         row = pair // GRID.top_k
         squares = load_squares(factor, row, inside, SHAPE.depth)
-        acc = sum_split(operands, row, inside, w_row, w_inside, 0, 0, none, SHAPE, TILES)
+        if CLAMP is not None:
+            bias_at = bias_ptr + expert * SHAPE.size + 2 * n
+            gate_bias = tl.load(bias_at, mask=n < SIZE, other=0.0)
+            up_bias = tl.load(bias_at + 1, mask=n < SIZE, other=0.0)
+        scales = row_scales(operands, w_row, w_inside, SHAPE)
+        acc = sum_split(operands, row, inside, w_row, w_inside, split, 0, none, SHAPE, TILES)
         if SHAPE.groups > 0:
-            acc *= row_scales(operands, w_row, w_inside, SHAPE)[:, None]
+            acc *= scales[:, None]
         gate, up = split_pairs(acc)
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         gate *= times[None, :]
@@ -277,9 +319,8 @@ def gated_experts_kernel(
         if CLAMP is not None:
             ALPHA: tl.constexpr = CLAMP.alpha
             LIMIT: tl.constexpr = CLAMP.limit
-            bias_at = bias_ptr + expert * SHAPE.size + 2 * n
-            gate += tl.load(bias_at, mask=n < SIZE, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(bias_at + 1, mask=n < SIZE, other=0.0).to(tl.float32)[:, None]
+            gate += gate_bias.to(tl.float32)[:, None]
+            up += up_bias.to(tl.float32)[:, None]
             # Comparisons, so that NaN stays NaN.
             gate = tl.where(gate > LIMIT, LIMIT, gate)
             up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -291,8 +332,22 @@ def gated_experts_kernel(
 
 
 @triton.jit
-def _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SIZE, GRID: tl.constexpr, TAP: tl.constexpr):
-    """Add the experts' results of some rows and columns to the residual, slot after slot."""
+def _combine(
+    part_ptr,
+    picks,
+    gain_ptr,
+    shrink,
+    row,
+    rows,
+    n,
+    out,
+    tap,
+    SIZE,
+    PARTS: tl.constexpr,
+    GRID: tl.constexpr,
+    TAP: tl.constexpr,
+):
+    """Add the experts' results of some rows and columns, each in PARTS, to the residual, slot after slot."""
     TOP_K: tl.constexpr = GRID.top_k
     inside, n_inside = row < rows, n < SIZE
     both = n_inside[:, None] & inside[None, :]
@@ -303,9 +358,13 @@ def _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SIZE, GR
         pair = row * TOP_K + j
         expert = tl.load(picks.experts + pair, mask=inside, other=GRID.experts)
         weight = tl.load(picks.weights + pair, mask=inside, other=0.0)
-        kept = n_inside[:, None] & (expert < GRID.experts)[None, :]
         at = part_ptr + pair.to(tl.int64)[None, :] * SIZE + n[:, None]
-        part = tl.load(at, mask=kept, other=0.0, cache_modifier=".cg")
+        # Not masked by the expert, which may still be on its way.
+        part = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
+        for _ in tl.static_range(1, PARTS):
+            at += rows.to(tl.int64) * TOP_K * SIZE
+            part += tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
+        part = tl.where((expert < GRID.experts)[None, :], part, 0.0)
         total = tl.fma(part, tl.broadcast_to(weight[None, :], part.shape), total)
     value = total + before.to(tl.float32)
     put_residual(value, gain, shrink, row, inside, n, n_inside, out, tap, SIZE, TAP)
@@ -331,42 +390,56 @@ def add_experts_kernel(
     TAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write the last product of all pairs, fp32 [pairs, hidden], and add them to the residual if the grid combines.
+    """Write the last product of all pairs, fp32 [PARTS, pairs, hidden], and add them to the residual if GRID combines.
 
     ``picks`` were written before the kernel before this one began.
     """
     let_next_begin(OVERLAP)
     TILED: tl.constexpr = (SHAPE.size + TILES.block_n - 1) // TILES.block_n
-    share, tile = tl.program_id(0) % GRID.shares, tl.program_id(0) // GRID.shares % TILED
-    expert, count, found = _find(picks, tl.program_id(0) // (GRID.shares * TILED), rows, GRID)
+    PARTS: tl.constexpr = SHAPE.splits if GRID.apart else 1
+    SIDE: tl.constexpr = GRID.shares * PARTS
+    side, tile, place_of = tl.program_id(0) % SIDE, tl.program_id(0) // SIDE % TILED, tl.program_id(0) // (SIDE * TILED)
+    share, split = (0, side) if GRID.apart else (side, tl.program_id(1))
+    expert, count, found, all_pairs = _find(picks, place_of, rows, GRID)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     w_row, n_inside = expert * SHAPE.size + n, n < SHAPE.size
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
     if OVERLAP:
-        ask_ahead(w_ptr, w_row, n_inside & (count > 0), 0, SHAPE, TILES)
+        ask_ahead(w_ptr, w_row, n_inside & (count > 0), split * SHAPE.split_size, SHAPE, TILES)
     wait_for_previous(OVERLAP)
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
     for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
         pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
-        acc = sum_split(operands, pair, inside, w_row, n_inside, 0, 0, none, SHAPE, TILES)
-        if SHAPE.groups > 0:
-            acc *= row_scales(operands, w_row, n_inside, SHAPE)[:, None]
+        scales = row_scales(operands, w_row, n_inside, SHAPE)
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + w_row, mask=n_inside, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + w_row, mask=n_inside & (split == 0), other=0.0).to(tl.float32)
+        acc = sum_split(operands, pair, inside, w_row, n_inside, split, 0, none, SHAPE, TILES)
+        if SHAPE.groups > 0:
+            acc *= scales[:, None]
+        if bias_ptr is not None:
             acc = plus(acc, tl.broadcast_to(bias[:, None], acc.shape))
-        to = pair.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
+        if not GRID.apart:
+            for each in tl.range(1, SHAPE.splits):
+                more = sum_split(operands, pair, inside, w_row, n_inside, each, 0, none, SHAPE, TILES)
+                if SHAPE.groups > 0:
+                    more *= scales[:, None]
+                acc = plus(more, acc)
+        to = (split * rows.to(tl.int64) * GRID.top_k + pair)[None, :] * SHAPE.size + n[:, None]
         tl.store(part_ptr + to, acc, mask=n_inside[:, None] & inside[None, :])
     if GRID.combines:
-        tl.debug_barrier()
-        places = tl.num_programs(0) // TILED
-        if tl.atomic_add(picks.finished + tile, 1, sem="acq_rel") == places - 1:
-            tl.store(picks.finished + tile, 0)
+        # Programs without pairs end; where there are none at all the first of each tile goes on.
+        has_part = count > 0 or (all_pairs == 0 and place_of + side == 0)
+        if has_part:
             tl.debug_barrier()
-            for first in tl.range(0, rows, COMBINED, num_stages=1):
-                row = first + tl.arange(0, COMBINED)
-                _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SHAPE.size, GRID, TAP)
+            done = tl.atomic_add(picks.finished + tile, count, sem="acq_rel") + count
+            if done == all_pairs * PARTS:
+                tl.store(picks.finished + tile, 0)
+                tl.debug_barrier()
+                for first in tl.range(0, rows, COMBINED, num_stages=1):
+                    row = first + tl.arange(0, COMBINED)
+                    _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SHAPE.size, PARTS, GRID, TAP)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -390,4 +463,4 @@ def combine_kernel(
     wait_for_previous(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SIZE, GRID, TAP)
+    _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SIZE, 1, GRID, TAP)

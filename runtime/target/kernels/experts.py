@@ -25,8 +25,12 @@ from .products import Norm, NormedRows, factor_args, multiply, precision_of, put
 
 _ROUTER_SPLIT = 512
 """Columns of a router that a program multiplies by: a constant that decides bits."""
+_CUT_DEPTH = 2048
+"""Columns from which on the last product of an expert is cut, which decides bits, too."""
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
+_APART_PAIRS = 16
+"""Pairs up to which splits of a last product have programs of their own: an expert's product is done sooner."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -118,7 +122,8 @@ class Experts:
 class Routing:
     """Buffers of a forward's rows and their experts.
 
-    ``gated`` [pairs, width] of the model's type; ``parts`` fp32 [pairs, hidden], what each of a row's experts gives.
+    ``gated`` [pairs, width] of the model's type; ``parts`` fp32 [at least pairs, hidden], what each of a row's experts
+    gives, of few pairs by splits of K.
     """
 
     picks: Picks
@@ -146,7 +151,8 @@ class Routing:
             ints(max(-(-rows // 16), -(-hidden // 64))),
         )
         gated = torch.empty((pairs, experts.width), dtype=experts.router.dtype, device=device)
-        return cls(picks, gated, floats(pairs, hidden))
+        parts = max(pairs, down_shape(experts, experts.router).splits * min(pairs, _APART_PAIRS))
+        return cls(picks, gated, floats(parts, hidden))
 
 
 def router_shape(router: Tensor) -> ProductShape:
@@ -161,6 +167,14 @@ def expert_shape(weight: ExpertWeight, count: int, x: Tensor) -> ProductShape:
     groups = weight.scales.shape[1] if isinstance(weight, Fp8Weight) else 0
     fp4_rows = rows if isinstance(weight, Mxfp4Weight) else 0
     return ProductShape(rows // count, depth, 1, depth, precision_of(x), groups, fp4_rows)
+
+
+def down_shape(experts: Experts, x: Tensor) -> ProductShape:
+    """Return what decides the bits of an expert's last product: a long K is cut in two."""
+    shape = expert_shape(experts.down, experts.count, x)
+    if shape.depth < _CUT_DEPTH:
+        return shape
+    return replace(shape, splits=2, split_size=triton.cdiv(shape.depth, 512) * 256)
 
 
 def route_ref(rows: NormedRows, norm: Norm, experts: Experts, kv_rows: Tensor, routing: Routing) -> None:
@@ -261,8 +275,9 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     `gated_experts` must be the operation before: its launch lets this one read where rows go.
     """
     count, hidden = rows.residual.shape
-    shape = expert_shape(experts.down, experts.count, routing.gated)
+    shape = down_shape(experts, routing.gated)
     tiles, grid = _tiles(experts, shape, count, rows.residual)
+    grid = replace(grid, apart=shape.splits > 1 and count * experts.top_k <= _APART_PAIRS)
     overlaps, options = overlapping(rows.residual.device)
     shared = {"GRID": grid, "TAP": tap is not None, "OVERLAP": overlaps}
     ends = norm.gain, norm.shrink * norm.lift
@@ -271,7 +286,7 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     tap_of = tap_args(rows, tap)
     constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED}
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
-    programs = _places(grid, count) * triton.cdiv(hidden, tiles.block_n)
+    programs = _places(grid, count) * triton.cdiv(hidden, tiles.block_n) * (shape.splits if grid.apart else 1)
     kernels.add_experts_kernel[(programs,)](*given, rows, tap_of, **constants, **options)
     if not grid.combines:
         constants = shared | {"SIZE": hidden, "BLOCK_N": 128, "BLOCK_ROWS": _COMBINED, "num_warps": 4}

@@ -71,6 +71,8 @@ RULES = (
     TileRule(math.inf, "small", ProductTiles(64, 64, 64, 4, 3)),
     # Llama-3.1-8B. Of pairs narrower tiles where they are many, deeper ones where they are few.
     TileRule(16, "pairs whole", ProductTiles(64, 128, 16, 4, 4, ahead=256)),
+    # gpt-oss: twice as many programs.
+    TileRule(16, "pairs short", ProductTiles(64, 128, 16, 4, 4, ahead=256)),
     TileRule(16, "pairs", ProductTiles(128, 128, 16, 4, 3, ahead=256)),
     TileRule(16, "", ProductTiles(64, 128, 16, 4, 3, ahead=256)),
     TileRule(32, "pairs whole", ProductTiles(64, 128, 32, 4, 3, ahead=128)),
@@ -100,8 +102,8 @@ def traits_of(shape: ProductShape, kind: ProductKind, itemsize: int, num_sms: in
 
     fp8, row-scales (one scale a row, and descriptors), fp32; tma (descriptors can copy the weight and the rows); small;
     deep (of other kinds than pairs: enough columns for another stage); whole or split, as K is; many (tiles of 128 rows
-    of w give each multiprocessor one and a half); long (splits, in enough wide tiles); narrow (tiles of 64 rows of w
-    give about each multiprocessor one).
+    of w give each multiprocessor one and a half); long (splits, in enough wide tiles); short (splits of 1,025 to 2,047
+    columns); narrow (tiles of 64 rows of w give about each multiprocessor one).
     """
     tiles, narrow_tiles = shape.size // 128 * shape.splits, -(-shape.size // 64)
     enough = enough_tiles(num_sms)
@@ -117,6 +119,7 @@ def traits_of(shape: ProductShape, kind: ProductKind, itemsize: int, num_sms: in
         "split": shape.splits > 1,
         "many": shape.splits > 1 and 2 * tiles >= 3 * num_sms,
         "long": shape.split_size >= 2048 and tiles >= enough,
+        "short": 1024 < shape.split_size < 2048 and shape.splits > 1,
         "narrow": enough <= 2 * narrow_tiles <= num_sms,
     }
     return {name for name, has in traits.items() if has}

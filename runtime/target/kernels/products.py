@@ -24,7 +24,7 @@ from .machine import NO_FUSION, major_capability, num_processors, overlapping, o
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
 from .product_tiles import ProductKind, enough_tiles, product_tiles
 
-SUMS_VERSION = 3
+SUMS_VERSION = 4
 """Version of the summation order; bump it when a constant of shape and type changes."""
 _SPLIT_UNIT = 128
 _MOST_TILES = 384
