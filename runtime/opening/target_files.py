@@ -170,8 +170,13 @@ def load_target(
     )
 
 
-def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
-    """Load a target's tokenizer and its hash; (None, None) for a local folder without a tokenizer."""
+def load_tokenizer_and_hash(
+    target: str | Path, revision: str | None, offline: bool, is_needed: bool = True
+) -> tuple[Any | None, str | None]:
+    """Load a target's tokenizer and its hash; (None, None) for a local folder without a tokenizer.
+
+    One that is not needed is loaded for its hash alone, where no tokenizer.json gives that.
+    """
     folder = Path(target)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None, None
@@ -181,6 +186,8 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
     # From files of another form, such as SentencePiece's, transformers makes one.
     with suppress(MissingTokenizerFileError):
         loaded = load_tokenizer(str(target), revision=revision, offline=offline)
+        if not is_needed:
+            return None, loaded.tokenizer_hash
     where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
     with _naming(target):
         try:

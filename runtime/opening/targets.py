@@ -49,13 +49,13 @@ class OpenedTarget:
         return load_target(self.location, self.dtype, self.device, self.revision, self.offline, self.config, self.form)
 
     def load_tokenizer(self, is_needed: bool = True) -> tuple[Any | None, str | None]:
-        """Load the tokenizer beside the weights and its hash; (None, None) for none, or one that is bad and not needed.
+        """Load the tokenizer beside the weights, if it is needed, and its hash, None where there is none.
 
         Raises `TokenizerError`, and `TargetError` where transformers cannot load one that is needed.
         """
         if self.model is None:
             with nullcontext() if is_needed else suppress(TargetError):
-                return load_tokenizer_and_hash(self.location, self.revision, self.offline)
+                return load_tokenizer_and_hash(self.location, self.revision, self.offline, is_needed)
         return None, None
 
 

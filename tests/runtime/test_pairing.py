@@ -345,6 +345,15 @@ def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     for name in (loaded, target):
         with raises(PairingError):
             SpeculativeModel.from_pretrained(name, slim, tokenizer=other)
+    # So is the target's own, even one that transformers cannot load.
+    own.save_pretrained(tmp_path / "own")
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
+    (target / "tokenizer.json").write_bytes((tmp_path / "other" / "tokenizer.json").read_bytes())
+    (target / "tokenizer_config.json").write_text('{"extra_special_tokens": 1}')
+    with pytest.raises(TargetError):
+        SpeculativeModel.from_pretrained(target, head)
+    with raises(PairingError):
+        SpeculativeModel.from_pretrained(target, slim, tokenizer=own)
 
 
 def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
