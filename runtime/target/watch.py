@@ -33,6 +33,7 @@ _UNREAD = ("generation_config", "_eagle_slim_kept", "__warningregistry__", "__an
 _PLAIN = (Tensor, nn.Parameter)
 _OPAQUE = (type, property, GenericAlias, GetSetDescriptorType, ModuleType, logging.Logger)
 _CACHED = type(lru_cache(int))
+_ENTRIES = -1
 
 
 class Watch:
@@ -78,7 +79,10 @@ class Watch:
 
     def _compare(self, read: Callable[[], Mapping[Any, Any]], depth: int = 0) -> None:
         """Compare from now on what ``read`` gives."""
-        before = {name: each if name in self._unread else self._frozen(each, depth) for name, each in read().items()}
+        before = dict[Any, Any]()
+        for name, each in read().items():
+            # Entries are as deep as attributes.
+            before[name] = each if name in self._unread else self._frozen(each, depth - (name == _ENTRIES))
         self._contents.append((before, read))
 
     def _frozen(self, value: Any, depth: int) -> Any:
@@ -88,7 +92,7 @@ class Watch:
         if depth > _DEEPEST or isinstance(value, _OPAQUE) or id(value) in self._taken or is_of_a_library(value):
             return value
         kind: Any = next((kind for kind in (dict, list, tuple, set) if isinstance(value, kind)), None)
-        if kind is None and 0 < len(_contents_of(value)) <= _LARGEST:
+        if kind is None and _contents_of(value):
             self._taken[id(value)] = value
             self._compare(partial(_contents_of, value), depth + 1)
         if kind is None or len(value) > _LARGEST:
@@ -130,12 +134,19 @@ def _differ(old: Any, new: Any) -> bool:
 
 
 def _contents_of(value: Any) -> dict[Any, Any]:
-    """Read what an object refers to: its attributes by name, all else by place; of a function the variables it uses."""
+    """Read what an object refers to: attributes by name, entries under `_ENTRIES`, all else by place.
+
+    Of a function the variables that it uses.
+    """
     named = getattr(value, "__dict__", {})
     if isinstance(value, _CACHED):  # what it keeps are its function's values
         return named
     if not isinstance(value, FunctionType):
-        return {**dict(enumerate([each for each in gc.get_referents(value) if each is not named])), **named}
+        parts = [each for each in gc.get_referents(value) if each is not named]
+        if not 0 < len(parts) <= _LARGEST:
+            return named
+        # Of entries, those that a forward adds are ignored only together.
+        return {**({_ENTRIES: parts} if hasattr(type(value), "__len__") else dict(enumerate(parts))), **named}
     found = {**named, "parts": (value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__)}
     for name in _names(value.__code__):
         each: Any = value.__globals__.get(name)
