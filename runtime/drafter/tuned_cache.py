@@ -165,10 +165,9 @@ def read_shapes(path: Path) -> Counter[tuple[str, DrafterConfig]]:
             values.pop("tail_rows", None)
             launched[chip, DrafterConfig(**values, **types)] += launches
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
-            raise UsageError(
-                f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error}). Expected a "
-                "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
-            ) from error
+            problem = f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error})"
+            expected = "Expected a file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
+            raise UsageError(f"{problem}. {expected}") from error
     return launched
 
 

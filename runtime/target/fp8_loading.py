@@ -87,10 +87,9 @@ def load_by_tensor(
         model: Any = AutoModelForCausalLM.from_config(own, dtype=dtype)
     known = [family for family in FAMILIES if family != "GptOss"] if form is not None else FAMILIES
     if family_of(model) not in known:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(known)} have. Take a target "
-            "of these, or one that is not in FP8 (without target_weights)."
-        )
+        problem = f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(known)} have"
+        advice = "Take a target of these, or one that is not in FP8 (without target_weights)."
+        raise UnsupportedModelError(f"{problem}. {advice}")
     checkpoint = open_checkpoint(folder)
     if dtype is None:
         model.config.dtype = dtype = _TYPES.get(checkpoint.info(_EMBEDDING).dtype, torch.bfloat16)
@@ -321,7 +320,5 @@ class _Loader:
     def _wrong(self, name: str, problem: str) -> TargetError:
         is_stored = name in self.checkpoint.names
         where = self.checkpoint.file_of(name).path if is_stored else self.checkpoint.where
-        return TargetError(
-            f"{where}: {name} {problem}. Expected is the checkpoint of a whole model, as its config.json describes it: "
-            "fetch it again, or take another copy."
-        )
+        expected = "Expected is the checkpoint of a whole model, as its config.json describes it"
+        return TargetError(f"{where}: {name} {problem}. {expected}: fetch it again, or take another copy.")
