@@ -194,7 +194,6 @@ def write_pairs(
 
 
 def _named_features(X: Mapping[str, Tensor]) -> Taps:
-    """Return features that are given by name: all in one tensor, or three taps."""
     if X.keys() == {"X_concat"}:
         return X["X_concat"]
     if X.keys() == {"X_low", "X_mid", "X_high"}:

@@ -226,7 +226,6 @@ def step_of(model: object) -> StepPatch | None:
 
 
 def _check_loop(model_class: type, name: str) -> None:
-    """Refuse a loop that does not call what is replaced."""
     loop: Any = getattr(model_class, name, None)
     code = getattr(inspect.unwrap(loop), "__code__", None)
     missing = [called for called in _REPLACED if code is None or called not in code.co_names]

@@ -140,7 +140,6 @@ class _Loader:
                 self._replace_experts(layer.mlp, f"{prefix}mlp.experts")
 
     def load(self) -> None:
-        """Check all names, shapes and types, then read one tensor after another."""
         expected = {*self._entries}
         if missing := sorted(expected.difference(self.checkpoint.names)):
             raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
@@ -267,7 +266,6 @@ class _Loader:
         return True
 
     def _check(self, name: str) -> None:
-        """Hold a tensor's shape and type against those expected."""
         info, entry = self.checkpoint.info(name), self._entries[name]
         # All experts of a layer below one another, but for the axis between.
         found = info.shape if len(info.shape) < 3 else (info.shape[0] * info.shape[1], *info.shape[2:])

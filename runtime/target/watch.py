@@ -76,7 +76,6 @@ class Watch:
                         yield before, name
 
     def _compare(self, read: Callable[[], Mapping[Any, Any]], depth: int = 0) -> None:
-        """Compare from now on what ``read`` gives."""
         before = {name: each if name in self._unread else self._frozen(each, depth) for name, each in read().items()}
         self._contents.append((before, read))
 
@@ -145,5 +144,4 @@ def _contents_of(value: Any) -> dict[Any, Any]:
 
 @lru_cache(_LARGEST)
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code and the code inside it use."""
     return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))

@@ -379,7 +379,6 @@ class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no typ
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new rows of a layer; returns what it is to attend to."""
         return self._context.store(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
