@@ -34,11 +34,11 @@ from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, check_f
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.rope import apply_rotary
 from eagle_slim.runtime.drafter.tuning.agreement import (
+    LOG_PROB_ATOL,
     Agreement,
     Step,
     draft_and_replay,
     exact_head,
-    log_prob_atol,
     replay,
     tree_of,
 )
@@ -234,7 +234,9 @@ def judge_baseline(baseline: TorchDraft, drafter: BufferedDrafter) -> Agreement:
     baseline.run()
     assert baseline.candidates is not None
     head, caches = exact_head(drafter.head, cfg), (baseline.keys, baseline.values)
-    return replay(head, cfg.tree, step, baseline.candidates, None, *caches, atol=log_prob_atol(cfg), exact_ties=False)
+    return replay(
+        head, cfg.tree, step, baseline.candidates, None, *caches, atol=LOG_PROB_ATOL[cfg.weight_dtype], exact_ties=False
+    )
 
 
 @torch.no_grad()

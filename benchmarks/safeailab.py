@@ -40,7 +40,6 @@ import torch
 from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.kernels.grid_barrier import FIRST_STAMP, STAMPS
-from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError
 from eagle_slim.runtime.opening.devices import choose_device
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
@@ -51,7 +50,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
-from benchmarks.shared.timing import barriers_of, machine
+from benchmarks.shared.timing import barriers_of, machine, synchronize
 
 VARIANTS = ("drafter", "whole")
 PARTS = {"attention": ("QKV", "attention", "output"), "mlp": ("MLP",), "lm_head": ("LM head, top-k",)}

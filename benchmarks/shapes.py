@@ -45,7 +45,6 @@ from unittest import mock
 import torch
 from eagle_slim.runtime import GenerationStats, SpeculativeModel
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
-from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import MAX_WAITING, TreeConfig
 from eagle_slim.runtime.step.shapes import (
     LARGE,
@@ -64,7 +63,7 @@ from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import EXPERTS, RandomModel, fill, run_steps
 from benchmarks.shared.drawn_verdicts import DrawnVerdicts, draw_ranks
 from benchmarks.shared.routing import RoutedModel
-from benchmarks.shared.timing import machine
+from benchmarks.shared.timing import machine, synchronize
 
 PROMPTS = (Path(__file__).with_name("prompts.jsonl"), Path(__file__).parents[1] / "examples" / "prompts.jsonl")
 CHANGES = ("math/summaries", "chat/german", "german/code")

@@ -332,11 +332,8 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
             yield "warning", problem, way if head.has_sure_taps else _NAME_TARGET
     # 0.5.23, `models/gpt_oss.py`: the layer's output is captured behind the loop, which `models/llama.py` does not.
     if engine == "sglang" and layers is not None and layers in (taps or ()):
-        yield (
-            "warning",
-            "the last layer's output is captured of gpt-oss and few other targets, not of Llama or Qwen",
-            "",
-        )
+        problem = "the last layer's output is captured of gpt-oss and few other targets, not of Llama or Qwen"
+        yield "warning", problem, ""
 
 
 def _of_converter(head: HeadFacts) -> Iterator[Fault]:
@@ -394,11 +391,8 @@ def version_findings(key: str, stated: str | None = None) -> list[EngineFinding]
     first, last = engine.proven
     span = f"{first if first == last else f'{first} to {last}'} ({engine.proof})"
     if version is None:
-        return [
-            EngineFinding(
-                key, "note", f"not installed here; proven with {span}", "name the version to come: --engine-version"
-            )
-        ]
+        problem, way = f"not installed here; proven with {span}", "name the version to come: --engine-version"
+        return [EngineFinding(key, "note", problem, way)]
     if _release(first) <= _release(version) <= _release(last):
         return []
     problem = f"version {version}{'' if stated else ' installed here'} is outside the proven range {span}"

@@ -53,15 +53,7 @@ from .settings import TreeConfig, check_tree, explain_unknown
 from .step.decoders import Decoders
 from .step.graphs import WarmUp
 from .step.loop import GenerationLoop
-from .step.plan import (
-    DEFAULT_MAX_SLOTS,
-    CallRules,
-    Plan,
-    Source,
-    describe,
-    plan_call,
-    plan_service,
-)
+from .step.plan import DEFAULT_MAX_SLOTS, CallRules, Plan, Source, describe, plan_call, plan_service
 from .target.wrapper import TargetModel
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.

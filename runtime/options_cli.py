@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -89,18 +90,14 @@ partial_verification_option = click.option(
 )
 
 
-def model_options(function: _Decorated) -> _Decorated:
-    """Add HEAD, and the options that `load_heads` takes."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+def _adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Decorated], _Decorated]:
+    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
 
 
-def draft_options(function: _Decorated) -> _Decorated:
-    """Add the options of drafts that `load_model` takes."""
-    for option in reversed(_OF_DRAFTS):
-        function = option(function)
-    return function
+model_options = _adding(_OPTIONS)
+"""Adds HEAD, and the options that `load_heads` takes."""
+draft_options = _adding(_OF_DRAFTS)
+"""Adds the options of drafts that `load_model` takes."""
 
 
 def _refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:

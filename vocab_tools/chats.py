@@ -453,13 +453,11 @@ def _changed(message: Message, key: str) -> Message:
 
 
 def _without(text: str, spans: Sequence[Span]) -> str:
-    """Blank parts of a text."""
     for start, stop in spans:
         text = f"{text[:start]}{chr(0) * (stop - start)}{text[stop:]}"
     return text
 
 
 def _only(text: str, spans: Sequence[Span]) -> str:
-    """Blank all but parts of a text."""
     borders = [0, *(border for span in spans for border in span), len(text)]
     return _without(text, list(zip(borders[::2], borders[1::2], strict=True)))

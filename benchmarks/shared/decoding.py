@@ -28,7 +28,6 @@ from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
 from eagle_slim.runtime.drafter.tuning.precompile import LaunchCase, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
-from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
@@ -58,7 +57,7 @@ from torch import Tensor, nn
 from triton import AsyncCompileMode, JITFunction
 
 from benchmarks.shared.drawn_verdicts import DrawnSurvivals, DrawnVerdicts, draw_lengths, survivals
-from benchmarks.shared.timing import time_queued_us
+from benchmarks.shared.timing import synchronize, time_queued_us
 
 LAYERS = {
     "smollm2-135m": 30,
@@ -418,7 +417,12 @@ def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10, times: int 
     numbers = decoder.slots.box.numbers
     numbers.fill_(-1)
     numbers[:4] = torch.tensor([0, num_tokens, 1 << 20, 0])
-    run = partial(decoder.prompts.enter, num_tokens, GREEDY)
+
+    def run() -> None:
+        for chunk in decoder.prompts.begin(num_tokens):
+            decoder.prompts.run_chunk(chunk, GREEDY)
+        decoder.prompts.end()
+
     if decoder.graphs.can_capture:
         decoder.graphs.warm_up(decoder.prompts.groups(GREEDY, [num_tokens]), GREEDY)
     return statistics.median(time_queued_us(run, decoder.target.device, times) for _ in range(rounds)) / 1e3

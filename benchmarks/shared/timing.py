@@ -14,6 +14,12 @@ import torch
 from eagle_slim.runtime.drafter.tuning.timing import interleave, time_us
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; elsewhere everything has been done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def time_queued_us(run: Callable[[], object], device: torch.device, times: int) -> float:
     """Time ``times`` calls in a row, all of which the host has queued behind other work: the mean.
 

@@ -105,7 +105,6 @@ def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | No
 def difference(answer: str, tokens: Sequence[int], expected: Sequence[int], place: int, proof: str) -> EagleSlimError:
     """Return the error for a token that differs where none can; ``proof``: `GenerationStats.exactness`."""
     ends = [str(ids[place]) if place < len(ids) else "its end" for ids in (tokens, expected)]
-    return EagleSlimError(
-        f"{answer} differs from plain decoding at token {place}: {ends[0]} instead of {ends[1]}. It cannot, "
-        f"as {proof}: please report it, with the prompt, the options, the GPU and the version of Triton."
-    )
+    problem = f"{answer} differs from plain decoding at token {place}: {ends[0]} instead of {ends[1]}"
+    advice = "please report it, with the prompt, the options, the GPU and the version of Triton"
+    return EagleSlimError(f"{problem}. It cannot, as {proof}: {advice}.")

@@ -39,10 +39,9 @@ def read_prompts(
         if "input_ids" not in given:
             raise UsageError(f"input_ids: a mapping needs them, got {brief(list(given))}. {_USE_ENCODE_CHAT}")
         if others := [str(name) for name, value in given.items() if not _is_read(name, value)]:
-            raise UsageError(
-                f"input_ids: a mapping of them and an attention_mask is read; {', '.join(others)} would be left out. "
-                "Options of generate are given by name; other inputs of a model are not served."
-            )
+            problem = f"a mapping of them and an attention_mask is read; {', '.join(others)} would be left out"
+            advice = "Options of generate are given by name; other inputs of a model are not served."
+            raise UsageError(f"input_ids: {problem}. {advice}")
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:

@@ -55,10 +55,9 @@ class Processors:
             changed: Any = hf.LogitsProcessorList([step])(input_ids, scores)
             if not isinstance(changed, Tensor) or changed.shape != scores.shape or not changed.is_floating_point():
                 what = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
-                raise UsageError(
-                    f"Logits processor {name} returned {what}; expected floats {list(scores.shape)}, as it was given. "
-                    "One that changes them in place returns them too."
-                )
+                expected = f"expected floats {list(scores.shape)}, as it was given"
+                advice = "One that changes them in place returns them too."
+                raise UsageError(f"Logits processor {name} returned {what}; {expected}. {advice}")
             scores = changed
         return scores
 

@@ -70,10 +70,9 @@ def _reasons(
     assert figures is not None
     phases = figures.draft_s, figures.verify_s, figures.host_s, figures.step_s
     draft, verify, host, step = (f"{each * 1e3:.1f}" for each in phases)
-    reasons = [
-        f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
-        f"{verify}, host {host}) = {chosen.tokens_per_s:.1f} tokens/s."
-    ]
+    length = f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}"
+    times = f"{step} ms a step (draft {draft}, verify {verify}, host {host})"
+    reasons = [f"{length}, {times} = {chosen.tokens_per_s:.1f} tokens/s."]
     is_enough = chosen.num_prompts >= ENOUGH_PROMPTS
     if chosen.speedup and not is_enough:
         reasons.append(f"{chosen.label} ran at {_interval(chosen.speedup)} times the speed of plain decoding.")

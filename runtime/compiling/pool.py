@@ -145,6 +145,4 @@ def pool_for(device: torch.device) -> CompilePool | None:
     return _pool(10 * major + minor)
 
 
-@cache
-def _pool(capability: int) -> CompilePool:
-    return CompilePool(capability)
+_pool = cache(CompilePool)

@@ -139,10 +139,8 @@ class Buffers:
         vocabulary, a slot out of range or given twice, and a sequence that does not fit the KV cache with its tree.
         """
         if not len(active) == len(new_tokens) == len(prefix):
-            raise UsageError(
-                f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
-                f"lists of tokens and {len(prefix)} prefixes."
-            )
+            found = f"{len(active)} slots, {len(new_tokens)} lists of tokens and {len(prefix)} prefixes"
+            raise UsageError(f"A step has new tokens and a prefix for each active slot; got {found}.")
         try:
             active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
@@ -216,7 +214,6 @@ def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:
 def check_room(slot: int, prefix: int, num_new: int, cfg: DrafterConfig) -> None:
     """Raise `UsageError` when a sequence and its tree do not fit the KV cache."""
     if prefix < 0 or prefix + num_new + cfg.tree_rows > cfg.max_positions:
-        raise UsageError(
-            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {cfg.tree_rows} tree rows exceed the drafter's KV "
-            f"cache of {cfg.max_positions} positions. Allocate more, or end this sequence."
-        )
+        needed = f"{prefix} cached pairs, {num_new} new and {cfg.tree_rows} tree rows"
+        room = f"the drafter's KV cache of {cfg.max_positions} positions"
+        raise UsageError(f"Slot {slot}: {needed} exceed {room}. Allocate more, or end this sequence.")

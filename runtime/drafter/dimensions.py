@@ -165,11 +165,8 @@ class DrafterConfig:
     @property
     def cached_pairs(self) -> int | None:
         """Last pairs of a sequence that are surely in the KV cache; None for all."""
-        return (
-            self.window_sinks + self.sliding_window + WINDOW_MARGIN
-            if self.holds_window and self.sliding_window
-            else None
-        )
+        window = self.sliding_window if self.holds_window else None
+        return self.window_sinks + window + WINDOW_MARGIN if window else None
 
     @property
     def has_fp8(self) -> bool:
@@ -235,20 +232,16 @@ def _beyond_kernel(takes: str, found: object) -> UsageError:
 def check_kernel_activation(activation: str) -> None:
     """Raise `UnsupportedModelError` for an activation that the persistent kernel does not compute."""
     if activation not in {*ACTIVATIONS, *ACTIVATIONS.values()}:
-        raise UnsupportedModelError(
-            'drafter="triton" computes the activations SiLU, GELU and its tanh form; the head has '
-            f'{activation}. Use drafter="reference".'
-        )
+        known = 'drafter="triton" computes the activations SiLU, GELU and its tanh form'
+        raise UnsupportedModelError(f'{known}; the head has {activation}. Use drafter="reference".')
 
 
 def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
     """Raise `UsageError` for a configuration of another head."""
     for name, value in head_dimensions(head).items():
         if value != getattr(cfg, name):
-            raise UsageError(
-                f"The head has {name} = {value}, the configuration {getattr(cfg, name)}; make it with "
-                "DrafterConfig.of(head, ...)."
-            )
+            problem = f"The head has {name} = {value}, the configuration {getattr(cfg, name)}"
+            raise UsageError(f"{problem}; make it with DrafterConfig.of(head, ...).")
 
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:

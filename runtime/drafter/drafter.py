@@ -113,15 +113,8 @@ class Drafter:
         return BufferedDrafter(self, self._config(num_slots, capacity, cache is not None), cache)
 
     def _config(self, num_slots: int, capacity: int, holds_window: bool = False) -> DrafterConfig:
-        num_tokens = capacity + self.tree.new_tokens_width
-        return DrafterConfig.of(
-            self.weights,
-            self.tree,
-            num_slots,
-            num_tokens,
-            self.stored_dtype,
-            holds_window and not callable(self.backend),
-        )
+        num_tokens, holds_window = capacity + self.tree.new_tokens_width, holds_window and not callable(self.backend)
+        return DrafterConfig.of(self.weights, self.tree, num_slots, num_tokens, self.stored_dtype, holds_window)
 
 
 class BufferedDrafter:
@@ -233,10 +226,8 @@ def barriers_of(bufs: Buffers) -> list[Tensor]:
 
 def timed_out() -> DrafterError:
     """Return the error of a draft that did not finish."""
-    return DrafterError(
-        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
-        "draft is undefined. Is another process using the GPU's SMs exclusively?"
-    )
+    problem = "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed"
+    return DrafterError(f"{problem}. The draft is undefined. Is another process using the GPU's SMs exclusively?")
 
 
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
@@ -278,17 +269,13 @@ def check_draft_weights(
     if draft_weights != "fp8":
         return
     if drafter not in ("auto", "triton"):
-        raise UsageError(
-            "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
-            f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'."
-        )
+        problem = f"draft_weights = 'fp8' is for the persistent kernel, and drafter = {drafter!r} is asked for"
+        raise UsageError(f"{problem}. Leave draft_weights out, or take drafter = 'triton'.")
     if (reason := lacks_fp8(device)) is not None:
         raise DrafterError(f"draft_weights = 'fp8' {reason}. Leave draft_weights out.")
     if dtype not in (None, torch.bfloat16, torch.float16):
-        raise UsageError(
-            f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}. Leave "
-            "draft_weights out, or load with dtype = 'bfloat16'."
-        )
+        problem = f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}"
+        raise UsageError(f"{problem}. Leave draft_weights out, or load with dtype = 'bfloat16'.")
 
 
 def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
@@ -298,21 +285,16 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
     """
     second_layer = [name for name in head.tensors if name.startswith("layers.1.")]
     if second_layer:
-        raise UnsupportedModelError(
-            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here. Serve it with "
-            "vLLM or SGLang."
-        )
+        problem = f"a head of several decoder layers ({second_layer[0]}) cannot run here"
+        raise UnsupportedModelError.at(head.location, f"{problem}. Serve it with vLLM or SGLang.")
     if "input_norm.weight" in head.tensors and "fc_norm.0.weight" in head.tensors:
-        raise UnsupportedModelError(
-            f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first. Take "
-            "out the tensors and the flag of the one that it was trained without."
-        )
+        problem = "it has both input_norm and fc_norm, and engines differ in which they apply first"
+        advice = "Take out the tensors and the flag of the one that it was trained without."
+        raise UnsupportedModelError.at(head.location, f"{problem}. {advice}")
     activation = str(head.config["hidden_act"])
     if activation not in ACT2FN:
-        raise UnsupportedModelError(
-            f"{head.location}: hidden_act = {activation!r} is none of transformers' activations. Correct hidden_act in "
-            "the head's config.json."
-        )
+        problem = f"hidden_act = {activation!r} is none of transformers' activations"
+        raise UnsupportedModelError.at(head.location, f"{problem}. Correct hidden_act in the head's config.json.")
     if drafter == "triton":
         check_kernel_activation(activation)
     rotary_embedding(head.config)
@@ -345,16 +327,12 @@ def choose_drafter(
         return Drafter(weights, tree, "triton", packing, f"{weights.dtype} on {weights.device}")
     except (UnsupportedModelError, UsageError) as error:
         if draft_weights == "fp8":
-            raise DrafterError(
-                f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
-                "draft_weights out."
-            ) from error
-        warnings.warn(
-            f"drafter = 'auto' drafts with the reference in plain PyTorch, several times slower than the kernel, which "
-            f"cannot take this head or tree: {error} Change that, or take drafter='reference' to say that it is meant.",
-            SpeedWarning,
-            stacklevel=3,
-        )
+            problem = f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error}"
+            raise DrafterError(f"{problem} Leave draft_weights out.") from error
+        what = "drafter = 'auto' drafts with the reference in plain PyTorch, several times slower than the kernel"
+        advice = "Change that, or take drafter='reference' to say that it is meant."
+        message = f"{what}, which cannot take this head or tree: {error} {advice}"
+        warnings.warn(message, SpeedWarning, stacklevel=3)
         return Drafter(weights, tree, reason=str(error))
 
 

@@ -115,12 +115,10 @@ def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
         wrong = bufs.tree_position_ids[slots] != tree.tree_position_ids
         wrong |= (bufs.tree_mask[slots] != tree.tree_mask)[:, 0].any(-1)
     for place, number in wrong.nonzero().tolist():
-        raise DrafterError(
-            f"The drafting function wrote no tree: slot {int(slots[place])}, node {number} has token "
-            f"{int(tokens[place, number])} and parent {int(parents[place, number])}. Expected the newest token as the "
-            f"root (parent -1), then ids below {cfg.target_vocab} behind their parents, and mask and positions as "
-            "tree.layout_tree gives them."
-        )
+        found = f"node {number} has token {int(tokens[place, number])} and parent {int(parents[place, number])}"
+        nodes = f"the newest token as the root (parent -1), then ids below {cfg.target_vocab} behind their parents"
+        expected = f"Expected {nodes}, and mask and positions as tree.layout_tree gives them."
+        raise DrafterError(f"The drafting function wrote no tree: slot {int(slots[place])}, {found}. {expected}")
 
 
 @explain_unknown({})
@@ -150,10 +148,9 @@ def prefill_drafter(
     if not 0 <= slot < cfg.num_slots:
         raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
     if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
-        raise UsageError(
-            f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
-            f"got {tuple(X.shape)} and {next_tokens.dtype} {tuple(next_tokens.shape)}."
-        )
+        expected = f"features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]"
+        found = f"{tuple(X.shape)} and {next_tokens.dtype} {tuple(next_tokens.shape)}"
+        raise UsageError(f"A prompt has {expected}; got {found}.")
     check_room(slot, start, len(next_tokens), cfg)
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
@@ -197,7 +194,6 @@ def write_pairs(
 
 
 def _named_features(X: Mapping[str, Tensor]) -> Taps:
-    """Return features that are given by name: all in one tensor, or three taps."""
     if X.keys() == {"X_concat"}:
         return X["X_concat"]
     if X.keys() == {"X_low", "X_mid", "X_high"}:

@@ -134,7 +134,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
 
 
 def _pack_stream(head: HeadWeights, cfg: DrafterConfig, stored: StoredLayout, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `PackedHead`'s ``stream`` and ``scales``."""
     w, programs = head.tensors, stored.num_programs
     matrices = {
         "fc": [w["fc.weight"]] if cfg.has_fc else [],

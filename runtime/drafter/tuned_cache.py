@@ -85,7 +85,7 @@ class TunedCache:
         _record_launches_at_exit()
         if tuned is not None:
             return tuned, True
-        if is_strict():
+        if is_set("EAGLE_SLIM_STRICT"):
             raise DrafterError(
                 f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Set "
                 "EAGLE_SLIM_SHAPES=FILE without it, and run python -m eagle_slim.runtime.tune --from-shapes FILE here."
@@ -115,11 +115,6 @@ Launcher = Callable[[DrafterConfig], tuple[LaunchParams, bool]]
 def always(params: LaunchParams) -> Launcher:
     """Return a `Launcher` of the same parameters for every configuration: for tests and the tuner."""
     return lambda cfg: (params, False)
-
-
-def is_strict() -> bool:
-    """Return whether ``EAGLE_SLIM_STRICT`` is set."""
-    return is_set("EAGLE_SLIM_STRICT")
 
 
 def tuned_path() -> Path:
@@ -165,10 +160,9 @@ def read_shapes(path: Path) -> Counter[tuple[str, DrafterConfig]]:
             values.pop("tail_rows", None)
             launched[chip, DrafterConfig(**values, **types)] += launches
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
-            raise UsageError(
-                f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error}). Expected a "
-                "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
-            ) from error
+            problem = f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error})"
+            expected = "Expected a file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
+            raise UsageError(f"{problem}. {expected}") from error
     return launched
 
 

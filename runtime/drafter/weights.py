@@ -181,17 +181,14 @@ def choose_draft_ids(
         return head_ids
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
-        trained = len(available)
+        known, trained = f"{smallest} (the forced ids) to {count} (all rows of this head)", len(available)
         larger = f" Convert again with a larger --draft-vocab for up to {trained}."
-        raise UsageError(
-            f"draft_vocab = {draft_vocab} is outside {smallest} (the forced ids) to {count} (all rows of this head)."
-            + (larger if count < draft_vocab <= trained else "")
-        )
+        advice = larger if count < draft_vocab <= trained else ""
+        raise UsageError(f"draft_vocab = {draft_vocab} is outside {known}.{advice}")
     if rank_order is None:
-        raise UsageError(
-            f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
-            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab."
-        )
+        problem = f"needs a ranking, and this head has none (its own vocabulary is {count})"
+        advice = f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab."
+        raise UsageError(f"draft_vocab = {draft_vocab} {problem}. {advice}")
     return np.sort(rank_order[:draft_vocab])
 
 

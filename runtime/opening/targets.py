@@ -83,10 +83,8 @@ def open_target(
     trees.
     """
     if transformers.__version__.startswith("4."):
-        raise UsageError(
-            f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one "
-            "serves patches of SafeAILab's EaModel alone (patch_eagle_model)."
-        )
+        problem = f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}"
+        raise UsageError(f"{problem}. An older one serves patches of SafeAILab's EaModel alone (patch_eagle_model).")
     if not isinstance(offline, bool):
         raise misfit("offline", "True or False", offline)
     check_choice("target_backend", target_backend, ("auto", "fused", "transformers"))

@@ -92,10 +92,8 @@ def frontier_generate(
     if isinstance(model, DrafterConfig):
         given = [name for name, value in (parts | options).items() if value is not None]
         if weights is None or bufs is None or given or (input_ids is None) is (features_concat is None):
-            raise UsageError(
-                f"A model that is a DrafterConfig goes with features_concat, weights and bufs, and nothing else; got "
-                f"{given or 'not these three'}. {OTHER_NAMES}"
-            )
+            expected = "A model that is a DrafterConfig goes with features_concat, weights and bufs, and nothing else"
+            raise UsageError(f"{expected}; got {given or 'not these three'}. {OTHER_NAMES}")
         features = input_ids if features_concat is None else features_concat
         if how["draft_weights"] == "fp8" and model.weight_dtype != torch.float8_e4m3fn:
             raise misfit("backend", f"one for {model.weight_dtype}, which the configuration has", "fp8")
@@ -153,10 +151,8 @@ def fused_draft_token_generation(
     major, minor = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
     if drafter == "triton" and major < 8:
         found = f"sm_{major}{minor}" if has_gpu else f"none for a model on {device}"
-        raise GPUAssertionError(
-            f"Expected an NVIDIA GPU of sm_80 (Ampere) or later, found {found}. Move the model to one, or pass "
-            'drafter="reference" to run in plain PyTorch, slowly.'
-        )
+        advice = 'Move the model to one, or pass drafter="reference" to run in plain PyTorch, slowly.'
+        raise GPUAssertionError(f"Expected an NVIDIA GPU of sm_80 (Ampere) or later, found {found}. {advice}")
     if isinstance(model, SpeculativeModel) and draft_weights != "auto":
         raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
     how = {"drafter": drafter, "draft_weights": draft_weights}

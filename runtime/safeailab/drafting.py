@@ -84,10 +84,9 @@ class LayerPatch:
             )
         weight, embedding = self.layer.embed_tokens.weight, self.head.embedding
         if (weight.device, weight.dtype) != (embedding.device, embedding.dtype):
-            raise DrafterError(
-                f"The model was moved after it was patched: to {weight.dtype} on {weight.device}, from "
-                f"{embedding.dtype} on {embedding.device}. Unpatch it, move it, and patch it again."
-            )
+            now, before = (f"{each.dtype} on {each.device}" for each in (weight, embedding))
+            problem = f"The model was moved after it was patched: to {now}, from {before}"
+            raise DrafterError(f"{problem}. Unpatch it, move it, and patch it again.")
         if self.kind == "eagle" and head is not self.lm_head:
             raise UsageError(
                 "This EAGLE-1/2 head drafts with the LM head of its target, and was given another: unpatch the model."

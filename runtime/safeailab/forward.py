@@ -52,10 +52,9 @@ class TreeForward:
     def __init__(self, target: FusedTarget, data: Tensor, tree: TreeConfig, trees: Trees, lengths: Tensor) -> None:
         nodes, deepest = tree.total_tokens, min(tree.path_width, tree.total_tokens) - 1
         if tree.top_k > 1 and deepest > REACH:
-            raise UsageError(
-                f"The fused forward takes trees that branch to {REACH} levels; depth = {tree.depth} gives {deepest}. "
-                "Lower ea_layer.depth, or patch the model with target_backend='upstream'."
-            )
+            problem = f"takes trees that branch to {REACH} levels; depth = {tree.depth} gives {deepest}"
+            advice = "Lower ea_layer.depth, or patch the model with target_backend='upstream'."
+            raise UsageError(f"The fused forward {problem}. {advice}")
         self.data = data
         self._target, self._trees = target, trees
         self._cache = KVCache.over(data[0::2], data[1::2])

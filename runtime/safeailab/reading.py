@@ -14,6 +14,7 @@ from ..drafter.weights import HeadWeights
 from ..errors import PairingError, UnsupportedModelError, UsageError
 from ..settings import TreeConfig
 
+KNOWN_TO_WORK = "Known to work: SafeAILab/EAGLE of commit cb7e084 with transformers 4.53."
 _LAYER = ("topK_genrate", "reset_kv", "embed_tokens", "fc", "depth", "top_k", "total_tokens")
 
 
@@ -26,23 +27,19 @@ def is_ea_model(model: object) -> bool:
 def check_ea_model(model: Any) -> None:
     """Raise `UsageError` for what is no `EaModel`, `UnsupportedModelError` for one that cannot be drafted for."""
     if not is_ea_model(model):
-        raise UsageError(
-            "Expected a loaded EaModel of SafeAILab's EAGLE (with base_model and ea_layer.topK_genrate); got "
-            f"{type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained."
-        )
+        expected = "a loaded EaModel of SafeAILab's EAGLE (with base_model and ea_layer.topK_genrate)"
+        advice = "For a transformers model, use SpeculativeModel.from_pretrained."
+        raise UsageError(f"Expected {expected}; got {type(model).__name__}. {advice}")
     layer = model.ea_layer
     missing = [name for name in _LAYER if not hasattr(layer, name)]
     if missing:
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) "
-            "have. Known to work: SafeAILab/EAGLE of commit cb7e084 with transformers 4.53."
-        )
+        problem = f"has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) have"
+        raise UnsupportedModelError(f"{type(layer).__name__} {problem}. {KNOWN_TO_WORK}")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"This EaModel lies on {', '.join(devices)}. The persistent drafter and the step's kernels run on one "
-            'device: load it with device_map="cuda:0", or leave it as it is.'
-        )
+        reason = "The persistent drafter and the step's kernels run on one device"
+        advice = 'load it with device_map="cuda:0", or leave it as it is'
+        raise UnsupportedModelError(f"This EaModel lies on {', '.join(devices)}. {reason}: {advice}.")
 
 
 def kind_of(layer: Any) -> str:
@@ -50,10 +47,8 @@ def kind_of(layer: Any) -> str:
     if hasattr(layer, "midlayer") and hasattr(layer, "lm_head") and hasattr(layer, "norm"):
         return "eagle3"
     if len(getattr(layer, "layers", ())) != 1:
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} is of neither kind: expected midlayer, norm and lm_head (EAGLE-3, cnets.Model) or "
-            "layers, one of them (EAGLE-1/2, cnets1.Model)."
-        )
+        kinds = "midlayer, norm and lm_head (EAGLE-3, cnets.Model) or layers, one of them (EAGLE-1/2, cnets1.Model)"
+        raise UnsupportedModelError(f"{type(layer).__name__} is of neither kind: expected {kinds}.")
     return "eagle"
 
 
@@ -123,10 +118,9 @@ def _lm_head(model: Any) -> Tensor:
 def rotary_of(module: Any, device: torch.device) -> RotaryEmbedding:
     """Recompute the frequencies in fp32: the module's own buffers were rounded to the model's type with its weights."""
     if "Dynamic" in type(module).__name__:
-        raise UnsupportedModelError(
-            "The head uses dynamic RoPE scaling, which recomputes frequencies as the text grows, so keys already "
-            "cached would be wrong. Use a head without it, or with linear scaling."
-        )
+        problem = "recomputes frequencies as the text grows, so keys already cached would be wrong"
+        advice = "Use a head without it, or with linear scaling."
+        raise UnsupportedModelError(f"The head uses dynamic RoPE scaling, which {problem}. {advice}")
     exponents = torch.arange(0, module.dim, 2, dtype=torch.int64).float() / module.dim
     frequencies = 1.0 / (module.base**exponents) / getattr(module, "scaling_factor", 1.0)
     return RotaryEmbedding(frequencies.to(device), 1.0)

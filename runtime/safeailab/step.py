@@ -37,6 +37,7 @@ from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch, on_buffers
 from .forward import TreeForward, take_forward
+from .reading import KNOWN_TO_WORK
 from .rebind import rebind
 
 _LOOPS = ("eagenerate", "ea_generate")
@@ -225,13 +226,10 @@ def step_of(model: object) -> StepPatch | None:
 
 
 def _check_loop(model_class: type, name: str) -> None:
-    """Refuse a loop that does not call what is replaced."""
     loop: Any = getattr(model_class, name, None)
     code = getattr(inspect.unwrap(loop), "__code__", None)
     missing = [called for called in _REPLACED if code is None or called not in code.co_names]
     if missing:
-        raise UnsupportedModelError(
-            f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. Known to work: "
-            "SafeAILab/EAGLE of commit cb7e084 with transformers 4.53. patch_ea_model_with_triton_drafter replaces the "
-            "drafter alone."
-        )
+        problem = f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces"
+        advice = "patch_ea_model_with_triton_drafter replaces the drafter alone."
+        raise UnsupportedModelError(f"{problem}. {KNOWN_TO_WORK} {advice}")

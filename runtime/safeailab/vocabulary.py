@@ -83,10 +83,9 @@ def _cut_map(
     vocab = vocab.for_target(vocab_size)
     is_known = np.isin(vocab.target_ids, available)
     if not is_known.all():
-        what = (
-            f"{int((~is_known).sum())} of the map's {vocab.size} ids are not among the {len(available)} that the head"
-        )
-        warnings.warn(f"{what} was trained on. They are left out.", HeadWarning, stacklevel=4)
+        unknown = f"{int((~is_known).sum())} of the map's {vocab.size} ids"
+        what = f"{unknown} are not among the {len(available)} that the head was trained on. They are left out."
+        warnings.warn(what, HeadWarning, stacklevel=4)
         num_forced = int(is_known[: vocab.num_forced].sum())
         vocab = DraftVocab(vocab.target_ids[is_known], num_forced, vocab_size, vocab.provenance, vocab.ranked)
     return (vocab if size is None else vocab.prefix(size)).ascending_ids

@@ -122,10 +122,8 @@ class Checks:
         phase, what, expected, shape, labels = self._rules[int(number) - 1]
         indices = np.unravel_index(int(within), shape)
         at = "".join(f", {label} {index}" for label, index in zip(labels, indices, strict=True))
-        raise CheckError(
-            f"EAGLE_SLIM_CHECK: after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}. What "
-            "follows of this step is undefined."
-        )
+        problem = f"after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}"
+        raise CheckError(f"EAGLE_SLIM_CHECK: {problem}. What follows of this step is undefined.")
 
 
 def _grown(mask: Tensor, parent: Tensor) -> Tensor:

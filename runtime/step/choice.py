@@ -69,7 +69,6 @@ class TokenChoice:
 
     @cached_property
     def _scratch(self) -> ChoiceScratch:
-        """Scratch for the most rows of a step."""
         slots = self._state.num_generated
         return choice_scratch(len(slots), self._nodes, self._vocab_size, slots.device)
 

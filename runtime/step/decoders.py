@@ -209,7 +209,6 @@ class Decoders:
     def _build(
         self, whole: KVCache, num_slots: int, tree: TreeConfig | None, partial: PartialVerification | None
     ) -> Decoder:
-        """Build a decoder over the first slots of the ``whole`` cache."""
         waits, cache = self.eager_reason is not None, whole.first(num_slots)
         if tree is None:
             return Decoder.of_drafter(self.target, cache, None, waits, self._pool)

@@ -42,10 +42,9 @@ class TreeBuffers:
         else:
             written = drafter.bufs.draft_tokens, drafter.bufs.parents, drafter.bufs.tree_position_ids
         if not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
-            raise UsageError(
-                f"A tree that branches is at most {REACH} levels deep; depth = {self.longest - 2} gives "
-                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1, --draft-top-k 1)."
-            )
+            found = f"depth = {self.longest - 2} gives {self.longest - 1}"
+            advice = f"Lower depth to {REACH - 1}, or draft a chain (top_k = 1, --draft-top-k 1)."
+            raise UsageError(f"A tree that branches is at most {REACH} levels deep; {found}. {advice}")
         self.trees = Trees(state.active_slots, state.active_count, *written)
         self.bufs = target.new_buffers(cache.num_slots, self.nodes, cache.num_slots * self.nodes, cache.capacity)
         self.choices = torch.zeros((cache.num_slots, self.nodes), dtype=torch.int32, device=target.device)

@@ -194,7 +194,6 @@ class GenerationLoop:
             self.source.publish()
 
     def _run_chunk(self) -> None:
-        """Run the next chunk of the first of the prompts that enter."""
         entering, prompts = self.entering[0], self.decoder.prompts
         slot, request = entering.slot, entering.request
         stage = next(i for i, stages in enumerate(self.plan.stages) if stages.covers(entering.rules.rules))
@@ -213,7 +212,6 @@ class GenerationLoop:
         self._keep_record(self.decoder.slots.entering.record, {slot: request}, is_step=False)
 
     def _begin(self, entering: _Entering) -> list[tuple[int, bool]]:
-        """Upload a request; returns the chunks of its prompt."""
         slot, state, rules = entering.slot, entering.request, entering.rules
         decoder, prompt, first = self.decoder, state.prompt_ids, state.num_reused
         # Ends beyond those that the device has room for are found by the host, as stop strings are.

@@ -100,7 +100,6 @@ class PartialChains(Drafts):
         trees.trees.draft_tokens[:, 1:] = self._chain[:, :-1]
 
     def _extend_chains(self) -> None:
-        """Append the tokens of the last partial pass to the chains."""
         record, new_tokens = self._partial_state.record, self._partial_state.new_tokens
         last = self.tree.total_tokens - 1
         # Logits that are no distribution are left to the full pass.

@@ -33,14 +33,8 @@ class Prefill:
         self._has_sinks = drafts.drafter is not None and drafts.drafter.cfg.window_sinks > 0
         self._chunks: dict[int, _Chunk] = {}
 
-    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
-        """Run ``num_tokens`` of the prompt, its last ones, and choose its first new token."""
-        for chunk in self.begin(num_tokens):
-            self.run_chunk(chunk, rules, host)
-        self.end()
-
     def begin(self, num_tokens: int) -> list[tuple[int, bool]]:
-        """Empty the slot but for what the prompt reuses; returns the chunks that are to be run (`enter`).
+        """Empty the slot but for what the prompt reuses; returns the chunks of its last ``num_tokens``, to be run.
 
         Steps of other slots may run before each of them.
         """
@@ -80,7 +74,6 @@ class Prefill:
             yield nodes, cached is None or left < cached or (is_first and self._has_sinks)
 
     def _phases(self, nodes: int, is_seen: bool, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
-        """Return the phases of a chunk; the last chunk chooses the first new token."""
         ops, slots, drafts = self._ops, self._slots, self._drafts
         entering, drafter = slots.entering, drafts.drafter
         chunk = self._chunks.get(nodes) or self._new_chunk(nodes)

@@ -134,7 +134,6 @@ def _object(settings: Mapping[str, Any], name: str, where: str) -> Mapping[str, 
 
 
 def _check(settings: Mapping[str, Any], known: Settings, prefix: str, where: str) -> None:
-    """Refuse the first setting that is not known, or has another value."""
     for name, value in settings.items():
         if value is not None and (name not in known or (known[name] and value not in known[name])):
             raise _refused(where, f"{prefix}{name} = {brief(value)}")

@@ -87,10 +87,9 @@ def load_by_tensor(
         model: Any = AutoModelForCausalLM.from_config(own, dtype=dtype)
     known = [family for family in FAMILIES if family != "GptOss"] if form is not None else FAMILIES
     if family_of(model) not in known:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(known)} have. Take a target "
-            "of these, or one that is not in FP8 (without target_weights)."
-        )
+        problem = f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(known)} have"
+        advice = "Take a target of these, or one that is not in FP8 (without target_weights)."
+        raise UnsupportedModelError(f"{problem}. {advice}")
     checkpoint = open_checkpoint(folder)
     if dtype is None:
         model.config.dtype = dtype = _TYPES.get(checkpoint.info(_EMBEDDING).dtype, torch.bfloat16)
@@ -141,7 +140,6 @@ class _Loader:
                 self._replace_experts(layer.mlp, f"{prefix}mlp.experts")
 
     def load(self) -> None:
-        """Check all names, shapes and types, then read one tensor after another."""
         expected = {*self._entries}
         if missing := sorted(expected.difference(self.checkpoint.names)):
             raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
@@ -268,7 +266,6 @@ class _Loader:
         return True
 
     def _check(self, name: str) -> None:
-        """Hold a tensor's shape and type against those expected."""
         info, entry = self.checkpoint.info(name), self._entries[name]
         # All experts of a layer below one another, but for the axis between.
         found = info.shape if len(info.shape) < 3 else (info.shape[0] * info.shape[1], *info.shape[2:])
@@ -321,7 +318,5 @@ class _Loader:
     def _wrong(self, name: str, problem: str) -> TargetError:
         is_stored = name in self.checkpoint.names
         where = self.checkpoint.file_of(name).path if is_stored else self.checkpoint.where
-        return TargetError(
-            f"{where}: {name} {problem}. Expected is the checkpoint of a whole model, as its config.json describes it: "
-            "fetch it again, or take another copy."
-        )
+        expected = "Expected is the checkpoint of a whole model, as its config.json describes it"
+        return TargetError(f"{where}: {name} {problem}. {expected}: fetch it again, or take another copy.")

@@ -31,10 +31,9 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
     folder = expand_home(given)
     if folder.is_dir():
         if is_draft_head(folder):
-            raise UsageError(
-                f"{given} is a draft head, not a target. Name it with head= (on the command line as HEAD), and leave "
-                "the target out or name the model that the head belongs to."
-            )
+            advice = "Name it with head= (on the command line as HEAD), and leave the target out"
+            other = "or name the model that the head belongs to"
+            raise UsageError(f"{given} is a draft head, not a target. {advice} {other}.")
         return folder
     if str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline()):
         with suppress(HubError):

@@ -78,7 +78,6 @@ class Watch:
                         yield before, name
 
     def _compare(self, read: Callable[[], Mapping[Any, Any]], depth: int = 0) -> None:
-        """Compare from now on what ``read`` gives."""
         before = dict[Any, Any]()
         for name, each in read().items():
             # Entries are as deep as attributes.
@@ -158,5 +157,4 @@ def _contents_of(value: Any) -> dict[Any, Any]:
 
 @lru_cache(_LARGEST)
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code and the code inside it use."""
     return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))

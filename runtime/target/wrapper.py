@@ -129,10 +129,9 @@ class TargetModel(Target):
         self.layers = find_decoder_layers(self.model)
         for layer in self.tap_layers or ():
             if not 0 <= layer <= len(self.layers):
-                raise PairingError(
-                    f"The head taps the inputs of decoder layers {self.tap_layers}; {type(self.model).__name__} has "
-                    f"layers 0 to {len(self.layers) - 1}. The head was trained for another target."
-                )
+                has = f"{type(self.model).__name__} has layers 0 to {len(self.layers) - 1}"
+                taps = f"The head taps the inputs of decoder layers {self.tap_layers}"
+                raise PairingError(f"{taps}; {has}. The head was trained for another target.")
         # What the drafter's weights and buffers were made for.
         sizes = {
             "dtype": self.dtype,
@@ -143,10 +142,9 @@ class TargetModel(Target):
         }
         for name, value in self._sizes.items():
             if sizes[name] != value:
-                raise UsageError(
-                    f"The target's {name} was {value} when this model was built from it, and is {sizes[name]} now. "
-                    "Change it back, or build the model again with from_pretrained."
-                )
+                problem = f"was {value} when this model was built from it, and is {sizes[name]} now"
+                advice = "Change it back, or build the model again with from_pretrained."
+                raise UsageError(f"The target's {name} {problem}. {advice}")
         self._sizes = sizes
         self.backend = self._choose_backend()
         with current(self.device):
@@ -248,10 +246,9 @@ class TargetModel(Target):
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot run a token: {brief(error)}.") from error
         skipped = sorted(set(probe.shapes) - probe.attended)
         if skipped or not probe.attended:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} attends in layer {skipped[0] if skipped else 0} by a forward of its own, "
-                f"not by the registered function {attention.ATTENTION_NAME!r}."
-            )
+            how = f"by a forward of its own, not by the registered function {attention.ATTENTION_NAME!r}"
+            where = f"{type(self.model).__name__} attends in layer {skipped[0] if skipped else 0}"
+            raise UnsupportedModelError(f"{where} {how}.")
         return tuple(shape for _, shape in sorted(probe.shapes.items()))
 
     @cached_property
@@ -382,7 +379,6 @@ class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no typ
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new rows of a layer; returns what it is to attend to."""
         return self._context.store(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -425,10 +421,9 @@ def _problems(model: Any) -> Iterator[str]:
     asked = (attention_name(getattr(module, "config", None)) for module in model.modules())
     for name in {each for each in asked if isinstance(each, str)}:
         if not attention.is_built_in(name):
-            yield (
-                f"attends by a function of its own ({name!r}), which verifying trees would replace by softmax "
-                "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
-            )
+            effect = "which verifying trees would replace by softmax attention"
+            advice = "Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
+            yield f"attends by a function of its own ({name!r}), {effect}. {advice}"
     text = config.get_text_config()
     can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
     if getattr(config, "is_encoder_decoder", False):

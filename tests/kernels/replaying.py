@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime import Buffers, DrafterConfig, TreeConfig, Weights, check_finished, launch_drafter
-from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
+from eagle_slim.runtime.drafter.tuning.agreement import LOG_PROB_ATOL, Step, candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import nan_fill, problem
 
@@ -45,7 +45,9 @@ def run(cfg, features, weights, bufs):
     tree = tree_of(bufs)
     candidates = candidates_of(bufs)
     head = exact_head(weights.head, cfg)
-    agreement = replay(head, bufs.tree, step, candidates, tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
+    agreement = replay(
+        head, bufs.tree, step, candidates, tree, bufs.keys, bufs.values, atol=LOG_PROB_ATOL[cfg.weight_dtype]
+    )
     return Drafted(cfg, features, weights, bufs, step, tree, agreement)
 
 

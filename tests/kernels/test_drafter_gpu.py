@@ -4,7 +4,7 @@ import pytest
 import torch
 from eagle_slim.runtime import DrafterConfig, EagleSlimError, Weights, allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
-from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
+from eagle_slim.runtime.drafter.tuning.agreement import LOG_PROB_ATOL, Step, candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.settings import TreeConfig
@@ -102,7 +102,7 @@ def test_graph_replays_take_new_inputs():
         check_finished(bufs)
         assert_equal_trees(tree_of(bufs), launched)
         drafted = candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values
-        atol = log_prob_atol(plain.cfg)
+        atol = LOG_PROB_ATOL[plain.cfg.weight_dtype]
         agreement = replay(exact_head(head, plain.cfg), plain.cfg.tree, step, *drafted, atol=atol)
         assert agreement.agrees, str(agreement)
 

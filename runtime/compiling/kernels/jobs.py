@@ -100,7 +100,6 @@ class _Recorder:
         return self._device if threading.get_ident() == self._thread else int(self._driver.get_current_device())
 
     def get_current_stream(self, device: int) -> int:
-        """Return no stream for the device that is not there."""
         return 0 if device == self._device else int(self._driver.get_current_stream(device))
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:

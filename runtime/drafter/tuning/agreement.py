@@ -42,11 +42,6 @@ kernel stores FP8, so this is the error of rounding activations: 2^-8 for pairs 
 2^-12 for fp16."""
 
 
-def log_prob_atol(cfg: DrafterConfig) -> float:
-    """Look `LOG_PROB_ATOL` up for a configuration."""
-    return LOG_PROB_ATOL[cfg.weight_dtype]
-
-
 @dataclass(frozen=True)
 class Step:
     """Inputs of one draft, by slot, as `Buffers` holds them.
@@ -260,7 +255,7 @@ def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, buf
     step = Step.of(features, bufs)
     launch_drafter(cfg, features, weights, bufs)
     check_finished(bufs)
-    head, atol = exact_head(weights.head, cfg), log_prob_atol(cfg)
+    head, atol = exact_head(weights.head, cfg), LOG_PROB_ATOL[cfg.weight_dtype]
     return replay(head, bufs.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values, atol)
 
 

@@ -10,12 +10,6 @@ import torch
 from ...ops import side_stream
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; elsewhere everything has been done when a call returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_us(run: Callable[[], object], device: torch.device) -> float:
     """Time one call from an idle device to an idle device: CUDA events, or the clock on a CPU."""
     if device.type != "cuda":

@@ -29,8 +29,6 @@ _CUT_DEPTH = 2048
 """Columns from which on the last product of an expert is cut, which decides bits, too."""
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
-_APART_PAIRS = 16
-"""Pairs up to which splits of a last product have programs of their own: an expert's product is done sooner."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -151,7 +149,7 @@ class Routing:
             ints(max(-(-rows // 16), -(-hidden // 64))),
         )
         gated = torch.empty((pairs, experts.width), dtype=experts.router.dtype, device=device)
-        parts = max(pairs, down_shape(experts, experts.router).splits * min(pairs, _APART_PAIRS))
+        parts = max(pairs, down_shape(experts, experts.router).splits * min(pairs, _FEW_PAIRS))
         return cls(picks, gated, floats(parts, hidden))
 
 
@@ -277,7 +275,8 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     count, hidden = rows.residual.shape
     shape = down_shape(experts, routing.gated)
     tiles, grid = _tiles(experts, shape, count, rows.residual)
-    grid = replace(grid, apart=shape.splits > 1 and count * experts.top_k <= _APART_PAIRS)
+    # An expert's product is done sooner, and needs registers for one sum.
+    grid = replace(grid, apart=shape.splits > 1 and grid.combines)
     overlaps, options = overlapping(rows.residual.device)
     shared = {"GRID": grid, "TAP": tap is not None, "OVERLAP": overlaps}
     ends = norm.gain, norm.shrink * norm.lift

@@ -178,7 +178,9 @@ def test_queries_are_those_of_the_last_rows(models, backend):
     decoder.slots.box.numbers.copy_(torch.tensor([0, len(prompt), 1, 0, *[-1] * MAX_EOS]))
     decoder.slots.box.tokens[: len(prompt)] = torch.tensor(prompt)
     with torch.inference_mode():
-        decoder.prompts.enter(len(prompt), ChoiceRules())
+        for chunk in decoder.prompts.begin(len(prompt)):
+            decoder.prompts.run_chunk(chunk, ChoiceRules())
+        decoder.prompts.end()
     assert isinstance(decoder.drafts, PartialChains)
     llama = model.target.model.model
     tokens, positions = torch.tensor([prompt[::-1][:ROWS]]), torch.tensor([[99 - back for back in range(ROWS)]])
