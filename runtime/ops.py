@@ -26,7 +26,6 @@ import torch
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 _SIDE_TURN = threading.RLock()
 _GARBAGE = threading.Lock()
-"""Held while the search for garbage is switched: no other thread's switch comes between a look at it and our own."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def lacks_fp8(device: torch.device) -> str | None:
 @contextmanager
 def garbage_kept() -> Iterator[None]:
     """Look for no garbage in a block whose many objects stay: each search reads the million of all imported modules."""
-    with _GARBAGE:
+    with _GARBAGE:  # another thread's switch between a look at it and our own would be undone
         was_enabled = gc.isenabled()
         gc.disable()
     try:

@@ -133,10 +133,7 @@ def _differ(old: Any, new: Any) -> bool:
 
 
 def _contents_of(value: Any) -> dict[Any, Any]:
-    """Read what an object refers to: attributes by name, entries under `_ENTRIES`, all else by place.
-
-    Of a function the variables that it uses.
-    """
+    """Read what an object refers to: attributes and variables by name, entries as one, all else by place."""
     named = getattr(value, "__dict__", {})
     if isinstance(value, _CACHED):  # what it keeps are its function's values
         return named
