@@ -134,7 +134,9 @@ def has_channels(tokenizer: Any) -> bool:
 def _out_of_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Sort an answer as generated into the fields of gpt-oss' template, which refuses channels in a text."""
     content = message.get("content")
-    if message.get("role") != "assistant" or not isinstance(content, str) or "<|message|>" not in content:
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return message
+    if not ("<|channel|>" in content and "<|message|>" in content):
         return message
     said, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for part in re.split(r"<\|(?:end|call|return)\|>", content):
