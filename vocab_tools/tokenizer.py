@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +140,7 @@ class LoadedTokenizer:
         """Hash of the canonical (id, token, special) list, the normaliser and the pre-tokeniser."""
         # As JSON at once: a list for each token would have the garbage collector look through all that was imported.
         tokens = ",".join(
-            f"[{token_id},{encode_basestring_ascii(text)},{'true' if token_id in self.special_ids else 'false'}]"
+            f"[{token_id},{json.dumps(text)},{'true' if token_id in self.special_ids else 'false'}]"
             for token_id, text in enumerate(self.token_texts)
             if text is not None
         )
