@@ -1,12 +1,13 @@
 """Time our steps beside those of serving engines, on one card.
 
-    python -m benchmarks.engines [--target-weights fp8] --out OURS                          # ours, on a GPU
+    python -m benchmarks.engines [--dims DIMS] [--target-weights fp8] --out OURS            # ours, on a GPU
     python -m benchmarks.engines --add OURS ... --lines LINES [--chart FILE.svg] --out ALL  # theirs beside ours
 
 Llama-3.1-8B's dimensions, random weights, a head of 32,000 rows in bf16, prompts of 512 tokens: plain decoding, chains
-of 3 and 7 drafts, trees of 16 and 60 nodes, at 1, 4 and 16 sequences; in FP8 some of them. Ours: the wall clock of the
-loop, in which 2.5 tokens a step are accepted by lot. Each of LINES is the JSON of one start of an engine on the same
-kind of card, measured by the wall clock of its calls, without the prompts' passes: its scheduler is in the times.
+of 3 and 7 drafts, trees of 16 and 60 nodes, at 1, 4 and 16 sequences; in FP8 some of them. Mixtures of experts decode
+plainly, routed uniformly. Ours: the wall clock of the loop, in which 2.5 tokens a step are accepted by lot. Each of
+LINES is the JSON of one start of an engine on the same kind of card, measured by the wall clock of its calls, without
+the prompts' passes: its scheduler is in the times.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.target.cache import KVCache
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import RandomModel, capture_steps, compile_ahead, take_turns
+from benchmarks.shared.decoding import EXPERTS, RandomModel, capture_steps, compile_ahead, take_turns
 from benchmarks.shared.drawn_verdicts import draw_lengths
+from benchmarks.shared.routing import RoutedModel
 from benchmarks.shared.timing import machine
 
 CASES = {
@@ -41,18 +43,22 @@ MEASURED = {
     "fp8": [("plain", 1), ("chain of 3", 1), ("tree of 60", 1), ("plain", 16)],
 }
 """Cases and numbers of sequences, by the type of the target's weights."""
+PLAIN = [("plain", sequences) for sequences in SEQUENCES]
+"""Those of mixtures of experts."""
+STEPS, MIXED_STEPS = 40, 128
+"""Steps of a round; mixtures' differ by the experts that they take."""
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 @torch.inference_mode()
 def measure(
-    model: RandomModel, weights: str, rows: int, prompt: int, steps: int, is_held: bool = False
+    model: RandomModel, weights: str, rows: int, prompt: int, steps: int, is_held: bool = False, dims: str = DIMS
 ) -> Iterator[dict[str, Any]]:
     """Measure a row of our own for every case and number of sequences, once all are compiled and captured.
 
     ``is_held``: says READY then, and waits for a line on stdin, so that nothing is timed while engines beside it start.
     """
-    cases = MEASURED[weights]
+    cases = PLAIN if isinstance(model, RoutedModel) else MEASURED[weights]
     caches = {sequences: model.new_cache(sequences, prompt + 9 * steps + 64) for _, sequences in cases}
 
     def decoder_of(tree: TreeConfig | None, cache: KVCache) -> Decoder:
@@ -66,9 +72,12 @@ def measure(
         print("READY {}", flush=True)
         sys.stdin.readline()
     for (case, sequences), (decoder, _) in zip(cases, decoders, strict=True):
+        if isinstance(model, RoutedModel):
+            model.follow("uniform", sequences)
         row = take_turns([decoder], sequences, prompt, steps, 3)[0]
         yield {
             "engine": "eagle-slim",
+            "dims": dims,
             "case": case,
             "weights": weights,
             "sequences": sequences,
@@ -82,18 +91,21 @@ def rows_of(line: dict[str, Any]) -> list[dict[str, Any]]:
     job, facts = line["job"], line["facts"]
     name = f"{NAMES[line['engine']]} {facts['version']}"
     weights = job.get("quantization", "bf16")
-    shared = {"engine": name, "case": job["case"], "weights": weights, "attention": facts.get("attention")}
-    return [
+    shared = {"engine": name, "dims": job.get("dims", DIMS), "case": job["case"], "weights": weights}
+    shared["attention"], touched = facts.get("attention"), line["result"].get("touched", {})
+    rows = [
         {**shared, "sequences": one["batch"], "ms": one["ms_per_step"], "accepted_length": one["accepted_length"]}
         for one in line["result"]["speeds"]
     ]
+    # Experts of a layer, where the engine told its routing.
+    return [row | ({"touched": seen} if (seen := touched.get(str(row["sequences"]))) else {}) for row in rows]
 
 
 def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw a bar for every row in bf16: milliseconds a step by case, a panel for each number of sequences."""
+    """Draw a bar for every row of the dense target in bf16: ms a step by case, a panel for each number of sequences."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if row["weights"] == "bf16"]
+    rows = [row for row in rows if row["weights"] == "bf16" and row["dims"] == DIMS]
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     for axes, sequences in zip(figure.subplots(1, len(SEQUENCES)), SEQUENCES, strict=True):
@@ -113,6 +125,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("engines", __doc__)
+    command.add_argument("--dims", choices=(DIMS, *EXPERTS), default=DIMS)
     command.add_argument("--target-weights", choices=tuple(MEASURED), default="bf16")
     command.add_argument("--wait", action="store_true", help="measure after a line on stdin; READY says when it can be")
     command.add_argument("--add", type=Path, nargs="+", help="our results, to which engines are added; needs no GPU")
@@ -122,12 +135,17 @@ def main(argv: list[str] | None = None) -> None:
     if args.add is None:
         device, weights = command.gpu(), args.target_weights
         ours: dict[str, Any] = {"machine": machine(device), "draft_vocab": ROWS, "prompt": PROMPT, "rows": []}
-        drafts = [(tree, n, ROWS) for case, n in MEASURED[weights] if (tree := CASES[case]) is not None]
-        with ThreadPoolExecutor(1) as side:
-            compiled = side.submit(compile_ahead, DIMS, drafts, device)
-            model = RandomModel(DIMS, device, weights=weights)
-            compiled.result()
-        for row in measure(model, weights, ROWS, PROMPT, 40, args.wait):
+        if args.dims == DIMS:
+            drafts = [(tree, n, ROWS) for case, n in MEASURED[weights] if (tree := CASES[case]) is not None]
+            with ThreadPoolExecutor(1) as side:
+                compiled = side.submit(compile_ahead, DIMS, drafts, device)
+                model = RandomModel(DIMS, device, weights=weights)
+                compiled.result()
+        else:
+            model = RoutedModel(args.dims, device, weights=weights)
+            weights = "mxfp4" if args.dims.startswith("gpt-oss") else weights
+        steps = STEPS if args.dims == DIMS else MIXED_STEPS
+        for row in measure(model, weights, ROWS, PROMPT, steps, args.wait, args.dims):
             show(row)
             ours["rows"].append(row)
             write(ours, args.out)

@@ -7,32 +7,35 @@ the next call of one list, as `generate`'s slots do, prompts of 512 tokens, 128 
 whole answers and of streams, and the median of their ratios for the same prompts; all answers must be the same tokens.
 ``…/idle``: one stream at a time: the first token beside the time of a call of `generate` for one token, and the median
 gap between chunks beside a step's. ``…/long``: while other answers run, a prompt of 30,000 tokens comes (of 6,000 for
-smollm2): the longest gap between two chunks of theirs before and after.
+smollm2): the longest gap between two chunks of theirs before and after. ``8b/beside``: 1 and 16 streams at once, asked
+of ours and of the servers of engines that ``--servers NAME=PORT ...`` names, in turn.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from transformers import AutoTokenizer
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.timing import machine
 from benchmarks.shared.whole_models import model_of_8b
 
 MODELS = ("smollm2", "8b")
-ROWS = tuple(f"{model}/{kind}" for model in MODELS for kind in ("1", "4", "16", "idle", "long"))
+ROWS = (*(f"{model}/{kind}" for model in MODELS for kind in ("1", "4", "16", "idle", "long")), "8b/beside")
 PROMPT, NEW, ROUNDS, SETTLED_S = 512, 128, 3, 1.0
 """Tokens of a prompt and of an answer; times that each way is measured; seconds that answers have run when a long
 prompt comes."""
@@ -40,6 +43,8 @@ CALLS = {"smollm2": 12, "8b": 6}
 """Calls of each client: so many that beginning and end, where not all slots are taken, weigh little."""
 LONG_PROMPT, LONG_NEW = {"smollm2": 6000, "8b": 30000}, {"smollm2": 6000, "8b": 1500}
 """Tokens of that prompt, and of the answers that run."""
+BESIDE_LEN, PROMPT_IDS = 1024, (1000, 40000)
+"""Room of an answer where engines beside ours are asked, which take a part of the memory; ids of their prompts."""
 _CLIENT = Path(__file__).parent / "shared" / "http_client.py"
 
 
@@ -178,30 +183,89 @@ def run_long(model: SpeculativeModel, server: Server, name: str, slots: int) -> 
     }
 
 
-def built(name: str, device: torch.device) -> tuple[SpeculativeModel, int]:
-    """Return a model, and the slots that its memory suffices for."""
+def ask(port: int, clients: int, calls_each: int, seed: int) -> dict[str, float]:
+    """Ask a server for streams of random prompts, so many at once."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(*PROMPT_IDS, (clients * calls_each, PROMPT), generator=draw).tolist()
+    calls = call_from_processes(port, [body(prompt, True) for prompt in prompts], clients)
+    if any(len(call["tokens"]) < NEW // 2 for call in calls):
+        raise RuntimeError(f"port {port}: an answer has {min(len(call['tokens']) for call in calls)} tokens, not {NEW}")
+    took = max(call["times"][-1] for call in calls) - min(call["sent"] for call in calls)
+    return {
+        "tokens_s": len(calls) * NEW / took,
+        "first_token_ms": 1e3 * statistics.median(call["times"][0] - call["sent"] for call in calls),
+        "token_ms": 1e3 * statistics.median((call["times"][-1] - call["times"][0]) / (NEW - 1) for call in calls),
+    }
+
+
+def run_beside(ports: dict[str, int], seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Ask each server that answers in turn, once to warm up; medians."""
+    for name, port in list(ports.items()):
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        except OSError as error:
+            del ports[name]
+            yield {"server": name, "not_run": f"port {port}: {error}"}
+    for clients, calls_each in ((1, 4), (16, 1)):
+        asked: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
+        for turn in range(-1, ROUNDS):
+            for name, port in ports.items():
+                seed += 1
+                found = ask(port, clients, calls_each, seed)
+                if turn >= 0:
+                    asked[name].append(found)
+        for name, turns in asked.items():
+            middle = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+            yield {"server": name, "clients": clients, **middle, "turns": turns}
+
+
+def built(
+    name: str, device: torch.device, folder: Path | None = None, max_model_len: int = 32000
+) -> tuple[SpeculativeModel, int]:
+    """Return a model, and the slots that its memory suffices for.
+
+    ``folder``: of a tokenizer for 8B's dimensions, whose room ``max_model_len`` is.
+    """
     if name == "smollm2":
         return SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, max_model_len=8000), 16
-    tokenizer = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device).tokenizer
+    if folder is None:
+        tokenizer = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device).tokenizer
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     slots = 16 if torch.cuda.mem_get_info()[1] > 100e9 else 8
-    return model_of_8b(device, tokenizer, 32000), slots
+    return model_of_8b(device, tokenizer, max_model_len), slots
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the chosen rows."""
     command = Command("serve", __doc__, ROWS)
+    command.add_argument("--servers", nargs="+", default=[], metavar="NAME=PORT", help="of engines, on this machine")
+    command.add_argument("--tokenizer", type=Path, help="folder of one for 8B's dimensions; default: the built-in")
+    command.add_argument("--wait", action="store_true", help="measure after a line on stdin; READY says when it can be")
     args = command.parse_args(arguments)
     rows, device = command.chosen(args), command.gpu()
+    others = {name: int(port) for name, _, port in (server.partition("=") for server in args.servers)}
     sys.setswitchinterval(1e-5)
     result: dict[str, Any] = {"machine": machine(device), "rows": []}
     for name in MODELS:
         chosen = [row.split("/")[1] for row in rows if row.startswith(f"{name}/")]
         if not chosen:
             continue
-        model, slots = built(name, device)
+        model, slots = built(name, device, args.tokenizer, BESIDE_LEN if chosen == ["beside"] else 32000)
         server = Server(model, slots)
+        if args.wait:
+            for clients in (1, slots):
+                ask(server.port, clients, 1, seed=clients)
+            print("READY {}", flush=True)
+            sys.stdin.readline()
         try:
             for kind in chosen:
+                if kind == "beside":
+                    for found in run_beside({"eagle-slim": server.port} | others):
+                        result["rows"].append({"row": f"{name}/{kind}", **found})
+                        show(result["rows"][-1])
+                        write(result, args.out)
+                    continue
                 if kind.isdigit():
                     found = run_row(model, server, min(slots, int(kind)), CALLS[name])
                 else:
@@ -213,6 +277,8 @@ def main(arguments: list[str] | None = None) -> None:
             server.close()
         del model, server
         torch.cuda.empty_cache()
+    if args.wait:
+        print("RESULT {}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def run_client(port: int, queue: int) -> None:
 
 
 def _ask(connection: http.client.HTTPConnection, data: str, is_streamed: bool) -> dict[str, Any]:
-    times, tokens = list[float](), list[int]()
+    times, tokens = list[float](), list[Any]()
     sent = time.time()
     connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
     response = connection.getresponse()
@@ -33,9 +33,12 @@ def _ask(connection: http.client.HTTPConnection, data: str, is_streamed: bool) -
         answer = json.load(response)
         return {"sent": sent, "times": [time.time()], "tokens": answer["choices"][0]["token_ids"]}
     for line in response:
-        if line.startswith(b"data: {") and (new := json.loads(line[6:])["choices"][0].get("token_ids")):
-            times.append(time.time())
-            tokens += new
+        if line.startswith(b"data: {") and (choices := json.loads(line[6:])["choices"]):
+            # SGLang tells no ids: a piece of text, which is mostly a token.
+            text = [choices[0]["text"]] if choices[0].get("text") else []
+            if new := choices[0].get("token_ids", text):
+                times.append(time.time())
+                tokens += new
     return {"sent": sent, "times": times, "tokens": tokens}
 
 

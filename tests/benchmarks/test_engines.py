@@ -9,9 +9,9 @@ LINES = [
     {
         "name": "vllm plain",
         "engine": "vllm",
-        "job": {"case": "plain", "quantization": "fp8"},
+        "job": {"case": "plain", "quantization": "fp8", "dims": "qwen3-30b-a3b"},
         "facts": {"version": "0.25.1", "gpu": "a card", "attention": None},
-        "result": {"speeds": [{"batch": 4, "ms_per_step": 6.3, "accepted_length": None}]},
+        "result": {"speeds": [{"batch": 4, "ms_per_step": 6.3, "accepted_length": None}], "touched": {"4": 29.1}},
     },
     {"name": "sglang plain", "engine": "sglang", "job": {"case": "plain"}, "facts": None, "error": "out of time"},
 ]
@@ -30,7 +30,7 @@ def test_ours(random_model, monkeypatch):
 
 def test_lines_beside_ours(tmp_path):
     same = {"case": "plain", "sequences": 4}
-    ours = {**same, "engine": "eagle-slim", "weights": "bf16", "ms": 5.6, "accepted_length": 1.0}
+    ours = {**same, "engine": "eagle-slim", "dims": engines.DIMS, "weights": "bf16", "ms": 5.6, "accepted_length": 1.0}
     result, fp8, lines = (tmp_path / name for name in ("result.json", "fp8.json", "lines.jsonl"))
     for path, weights in ((result, "bf16"), (fp8, "fp8")):
         path.write_text(json.dumps({"machine": {"device": "a card"}, "rows": [ours | {"weights": weights}]}))
@@ -39,6 +39,7 @@ def test_lines_beside_ours(tmp_path):
     engines.main([*command, "--chart", str(tmp_path / "chart.svg")])
     done = json.loads(result.read_text())
     theirs = {**same, "engine": "vLLM 0.25.1", "weights": "fp8", "ms": 6.3, "attention": None, "accepted_length": None}
+    theirs |= {"dims": "qwen3-30b-a3b", "touched": 29.1}
     assert done["rows"] == [ours, ours | {"weights": "fp8"}, theirs]
     assert done["failed"] == {"sglang plain": "out of time"}
     assert "<svg" in (tmp_path / "chart.svg").read_text()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
 
-from benchmarks import mixture
+from benchmarks import engines, mixture
 from benchmarks.mixture import Mixture, check_layer, measured_row
 from benchmarks.shared import decoding
-from benchmarks.shared.routing import Law
+from benchmarks.shared.routing import Law, RoutedModel
 
 # Experts in MXFP4 are slow on a CPU.
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.SpeedWarning")
@@ -51,6 +51,14 @@ def test_rows(name: str, row: str) -> None:
         assert found["over_plain"] > 0
     elif kind == "price":  # Other logits are an error.
         assert found["ours_ms"] > 0 < found["grouped_ms"]
+
+
+def test_plain_steps_beside_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "PLAIN", [("plain", 1), ("plain", 3)])
+    rows = list(engines.measure(RoutedModel("qwen3", CPU, torch.float32), "fp8", 0, 9, 3, dims="qwen3"))
+    told = [(row["dims"], row["case"], row["weights"], row["sequences"]) for row in rows]
+    assert told == [("qwen3", "plain", "fp8", count) for count in (1, 3)]
+    assert all(row["ms"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", SIZES)

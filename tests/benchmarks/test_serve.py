@@ -39,3 +39,14 @@ def test_rows(model: SpeculativeModel, server: serve.Server) -> None:
     assert found["spread"]["whole"] == [found["whole_tokens_s"]] * 2
     assert serve.run_idle(model, server)["first_token_ms"] > 0
     assert serve.run_long(model, server, "smollm2", slots=3)["long_s"] > 0
+
+
+def test_servers_beside_ours(server: serve.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "PROMPT_IDS", (3, 300))
+    dead, *rows = serve.run_beside({"eagle-slim": server.port, "other": server.port, "dead": 1})
+    assert dead["server"] == "dead"
+    assert "port 1" in dead["not_run"]
+    assert [(row["server"], row["clients"]) for row in rows] == [
+        (n, k) for k in (1, 16) for n in ("eagle-slim", "other")
+    ]
+    assert all(0 < row["token_ms"] < row["first_token_ms"] * 1e3 and row["tokens_s"] > 0 for row in rows)
