@@ -19,7 +19,7 @@ from ..fp8 import Fp8Weight
 from ..mxfp4 import ExpertWeight, Mxfp4Weight
 from . import expert_kernels as kernels
 from .expert_kernels import ExpertGrid, Picks
-from .machine import overlapping, overwrites_operands
+from .machine import num_processors, overlapping, overwrites_operands, shared_memory
 from .product_kernels import ProductShape, ProductTiles
 from .products import Norm, NormedRows, factor_args, multiply, precision_of, put_residual_ref, source_of, tap_args
 
@@ -29,6 +29,10 @@ _CUT_DEPTH = 2048
 """Columns from which on the last product of an expert is cut, which decides bits, too."""
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
+_BY_PAIR = 16
+"""Pairs that have programs of their own; of more, programs take the experts that have rows in turn."""
+_MOST_RESIDENT = 3
+"""Programs that registers let share a multiprocessor."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -242,7 +246,8 @@ def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routi
     constants = {"SHAPE": shape, "TILES": tiles, "GRID": grid, "LIFT": lift, "OVERLAP": overlaps}
     constants["CLAMP"] = experts.clamp
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
-    programs = _places(grid, count) * triton.cdiv(experts.width, tiles.block_n // 2)
+    parts = triton.cdiv(experts.width, tiles.block_n // 2)
+    programs = _programs(grid, tiles, count, parts, rows.scaled, source_of(experts.gate_up), shape.packed)
     kernels.gated_experts_kernel[(programs,)](*given, **constants, **options)
 
 
@@ -285,7 +290,8 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     tap_of = tap_args(rows, tap)
     constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED}
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
-    programs = _places(grid, count) * triton.cdiv(hidden, tiles.block_n) * (shape.splits if grid.apart else 1)
+    parts = triton.cdiv(hidden, tiles.block_n) * (shape.splits if grid.apart else 1)
+    programs = _programs(grid, tiles, count, parts, routing.gated, source_of(experts.down), shape.packed)
     kernels.add_experts_kernel[(programs,)](*given, rows, tap_of, **constants, **options)
     if not grid.combines:
         constants = shared | {"SIZE": hidden, "BLOCK_N": 128, "BLOCK_ROWS": _COMBINED, "num_warps": 4}
@@ -315,13 +321,21 @@ def _grid(experts: Experts, rows: int, shares: int) -> ExpertGrid:
     pairs = rows * experts.top_k
     if pairs > _FEW_PAIRS:
         return ExpertGrid(experts.count, experts.top_k, 0, False, shares, False)
-    return ExpertGrid(experts.count, experts.top_k, _power(pairs), pairs <= experts.count, 1, True)
+    return ExpertGrid(experts.count, experts.top_k, _power(pairs), pairs > _BY_PAIR, 1, True)
 
 
-def _places(grid: ExpertGrid, rows: int) -> int:
-    """Count the programs of a grid over each tile of columns."""
-    places: int = rows * grid.top_k if grid.by_pair else grid.experts
-    return places * grid.shares
+def _programs(
+    grid: ExpertGrid, tiles: ProductTiles, rows: int, parts: int, x: Tensor, weight: Tensor, packed: int
+) -> int:
+    """Count the programs of a launch over ``parts`` of each expert; in turn, as many as are resident at once."""
+    pairs = rows * grid.top_k
+    places: int = min(pairs, grid.experts) if grid.in_turn else pairs if grid.block else grid.experts
+    programs = places * grid.shares * parts
+    if not grid.in_turn:
+        return programs
+    columns = tiles.block_n * weight.element_size() // packed + tiles.block_rows * x.element_size()
+    resident = shared_memory(x.device) // (tiles.num_stages * tiles.block_k * columns + 1024)
+    return min(programs, max(1, min(resident, _MOST_RESIDENT)) * num_processors(x.device))
 
 
 def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple[ProductTiles, ExpertGrid]:
