@@ -42,15 +42,16 @@ class ExpertGrid:
     """Constants of a launch over experts; but for ``experts`` and ``top_k`` they never change results.
 
     ``block``: the power of two that all pairs fit in where programs look through them, 0 where they are listed.
-    ``in_turn``: only experts that have rows have places in the grid, and programs take these one after another, as it
-    is not known how many there are; else each pair that is looked through has one, or each expert. ``shares``: programs
-    that share an expert's rows. ``combines``: the program that is done last with some columns adds all experts'
-    results. ``apart``: each split of K has a program of its own; nothing is shared then.
+    ``by_pair``: a place in the grid for each pair; ``in_turn``: for each expert that has rows, and programs take places
+    one after another, as it is not known how many there are; else for each expert. ``shares``: programs that share an
+    expert's rows. ``combines``: the program that is done last with some columns adds all experts' results. ``apart``:
+    each split of K has a program of its own; nothing is shared then.
     """
 
     experts: int
     top_k: int
     block: int
+    by_pair: bool
     in_turn: bool
     shares: int
     combines: bool
@@ -247,9 +248,10 @@ def _find(picks, at, of, places, GRID: tl.constexpr):
     if GRID.block == 0:
         return at, tl.load(picks.counts + at, cache_modifier=".cg"), at
     else:
+        expert = at
         if GRID.in_turn:
             expert = tl.sum(tl.where(places == at, tl.arange(0, GRID.bins), 0), 0)
-        else:
+        if GRID.by_pair:
             pair = tl.arange(0, GRID.block)
             expert = tl.load(picks.experts + at, cache_modifier=".cg")
             is_first = tl.min(tl.where(of == expert, pair, GRID.block), 0) == at

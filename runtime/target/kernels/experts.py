@@ -31,8 +31,8 @@ _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
 _BY_PAIR = 16
 """Pairs that have programs of their own; of more, programs take the experts that have rows in turn."""
-_MOST_RESIDENT = 3
-"""Programs that registers let share a multiprocessor."""
+_REGISTERS = 65536
+"""Of a multiprocessor."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -60,6 +60,15 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
 """By the rows that an expert has in the mean, or the most."""
+_IN_TURN: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
+    # Wide tiles where so few are left that each program has one; else as many programs as can be.
+    "plain": (
+        (32, ProductTiles(128, 64, 16, 4, 5), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
+        (_FEW_PAIRS, ProductTiles(64, 128, 16, 4, 3), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
+    ),
+    "fp8": ((_FEW_PAIRS, ProductTiles(128, 128, 16, 4, 4), ProductTiles(64, 128, 16, 4, 4, ahead=256)),),
+}
+"""Up to so many pairs, where programs take experts in turn: tiles of gate and up, and of down."""
 
 
 class Clamp(NamedTuple):
@@ -238,7 +247,7 @@ def gated_experts_ref(rows: NormedRows, norm: Norm, experts: Experts, routing: R
 def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routing, lift: float = 1.0) -> None:
     """Run `gated_experts_ref` as one launch."""
     count, shape = len(rows.scaled), expert_shape(experts.gate_up, experts.count, rows.scaled)
-    tiles, grid = _tiles(experts, shape, count, routing.gated)
+    tiles, grid = _tiles(experts, shape, count, routing.gated, False)
     bias = None if experts.biases is None else experts.biases.gate_up
     weights = *_weight_args(rows.scaled, experts.gate_up), bias
     given = *weights, factor_args(rows, norm), routing.picks, count, routing.gated
@@ -279,7 +288,7 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     """
     count, hidden = rows.residual.shape
     shape = down_shape(experts, routing.gated)
-    tiles, grid = _tiles(experts, shape, count, rows.residual)
+    tiles, grid = _tiles(experts, shape, count, rows.residual, True)
     # An expert's product is done sooner, and needs registers for one sum.
     grid = replace(grid, apart=shape.splits > 1 and grid.combines)
     overlaps, options = overlapping(rows.residual.device)
@@ -320,8 +329,11 @@ def _grid(experts: Experts, rows: int, shares: int) -> ExpertGrid:
     """Return the grid for some rows; of few pairs no expert's rows are shared."""
     pairs = rows * experts.top_k
     if pairs > _FEW_PAIRS:
-        return ExpertGrid(experts.count, experts.top_k, 0, False, shares, False)
-    return ExpertGrid(experts.count, experts.top_k, _power(pairs), pairs > _BY_PAIR, 1, True)
+        return ExpertGrid(experts.count, experts.top_k, 0, False, False, shares, False)
+    by_pair = pairs <= _BY_PAIR
+    return ExpertGrid(
+        experts.count, experts.top_k, _power(pairs), by_pair, not by_pair and pairs <= experts.count, 1, True
+    )
 
 
 def _programs(
@@ -329,27 +341,34 @@ def _programs(
 ) -> int:
     """Count the programs of a launch over ``parts`` of each expert; in turn, as many as are resident at once."""
     pairs = rows * grid.top_k
-    places: int = min(pairs, grid.experts) if grid.in_turn else pairs if grid.block else grid.experts
+    places: int = pairs if grid.by_pair or grid.in_turn else grid.experts
     programs = places * grid.shares * parts
     if not grid.in_turn:
         return programs
     columns = tiles.block_n * weight.element_size() // packed + tiles.block_rows * x.element_size()
-    resident = shared_memory(x.device) // (tiles.num_stages * tiles.block_k * columns + 1024)
-    return min(programs, max(1, min(resident, _MOST_RESIDENT)) * num_processors(x.device))
+    by_memory = shared_memory(x.device) // (tiles.num_stages * tiles.block_k * columns + 1024)
+    by_registers = _REGISTERS // (32 * tiles.num_warps * (tiles.max_registers or 128))
+    return min(programs, max(1, min(by_memory, by_registers)) * num_processors(x.device))
 
 
-def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple[ProductTiles, ExpertGrid]:
+def _tiles(
+    experts: Experts, shape: ProductShape, rows: int, x: Tensor, is_down: bool
+) -> tuple[ProductTiles, ExpertGrid]:
     """Choose tiles and grid: of few pairs for few rows, else for twice as many rows of an expert as in the mean."""
     pairs = rows * experts.top_k
     wanted = 16 if pairs <= _FEW_PAIRS else 2 * pairs // experts.count
     plain = "fp32" if x.dtype == torch.float32 else "plain"
-    known = _TILES["mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
+    kind = "mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]
+    known = _TILES[kind]
     if shape.fp4_rows and x.dtype == torch.float32:
         # 64 rows of float32 do not fit into the shared memory of smaller chips.
         known = known[:2]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
+    grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
+    if grid.in_turn:
+        tiles = next((rule[1 + is_down] for rule in _IN_TURN.get(kind, ()) if pairs <= rule[0]), tiles)
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
     is_hopper = overwrites_operands(x.device)
     # Elsewhere a limit spills.
     tiles = replace(tiles, waits=is_widened and is_hopper, max_registers=tiles.max_registers if is_hopper else None)
-    return tiles, _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
+    return tiles, grid
