@@ -305,8 +305,8 @@ def gated_experts_kernel(
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
-    end = touched * (GRID.shares * TILED) if GRID.in_turn else tl.num_programs(0)
-    for item in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=1):
+    end = touched * (GRID.shares * TILED) if GRID.in_turn else tl.program_id(0) + 1
+    for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
         share, tile = item % GRID.shares, item // GRID.shares % TILED
         expert, count, found = _find(picks, item // (GRID.shares * TILED), of, places, GRID)
         in_tile = tile * PAIRED + of_pair
@@ -419,8 +419,8 @@ def add_experts_kernel(
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
     # Where there are no pairs at all the first of each tile goes on.
-    end = tl.maximum(touched, 1) * (SIDE * TILED) if GRID.in_turn else tl.num_programs(0)
-    for item in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=1):
+    end = tl.maximum(touched, 1) * (SIDE * TILED) if GRID.in_turn else tl.program_id(0) + 1
+    for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
         side, tile, place_of = item % SIDE, item // SIDE % TILED, item // (SIDE * TILED)
         share, split = (0, side) if GRID.apart else (side, tl.program_id(1))
         expert, count, found = _find(picks, place_of, of, places, GRID)
