@@ -42,18 +42,25 @@ class ExpertGrid:
     """Constants of a launch over experts; but for ``experts`` and ``top_k`` they never change results.
 
     ``block``: the power of two that all pairs fit in where programs look through them, 0 where they are listed.
-    ``by_pair``: a place in the grid for each pair, not for each expert. ``shares``: programs that share an expert's
-    rows. ``combines``: the program that is done last with some columns adds all experts' results. ``apart``: each split
-    of K has a program of its own; nothing is shared then.
+    ``by_pair``: a place in the grid for each pair; ``in_turn``: for each expert that has rows, and programs take places
+    one after another, as it is not known how many there are; else for each expert. ``shares``: programs that share an
+    expert's rows. ``combines``: the program that is done last with some columns adds all experts' results. ``apart``:
+    each split of K has a program of its own; nothing is shared then.
     """
 
     experts: int
     top_k: int
     block: int
     by_pair: bool
+    in_turn: bool
     shares: int
     combines: bool
     apart: bool = False
+
+    @property
+    def bins(self) -> int:
+        """Power of two that the experts fit in."""
+        return 1 << (self.experts - 1).bit_length()
 
 
 class Picks(NamedTuple):
@@ -213,25 +220,44 @@ def group_kernel(picks, rows, GRID: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: 
 
 
 @triton.jit
-def _find(picks, at, rows, GRID: tl.constexpr):
-    """Return the expert of a place in the grid, how many pairs it has, each pair's place among them, and all pairs.
+def _look(picks, rows, GRID: tl.constexpr):
+    """Return the experts of pairs, how many pairs go to one, and of experts in turn their places and their number.
 
-    The last two only if they are looked for. Where places are those of pairs, the first pair of an expert stands for
-    all of its.
+    Zeros where pairs are listed.
     """
     if GRID.block == 0:
-        return at, tl.load(picks.counts + at, cache_modifier=".cg"), at, 0
+        return 0, 0, 0, 0
     else:
         pair = tl.arange(0, GRID.block)
         of = tl.load(picks.experts + pair, mask=pair < rows * GRID.top_k, other=GRID.experts, cache_modifier=".cg")
         all_pairs = tl.sum((of < GRID.experts).to(tl.int32), 0)
+        if not GRID.in_turn:
+            return of, all_pairs, 0, 0
+        else:
+            has_rows = tl.histogram(of, GRID.bins, mask=of < GRID.experts) > 0
+            places = tl.where(has_rows, tl.cumsum(has_rows.to(tl.int32), 0) - 1, -1)
+            return of, all_pairs, places, tl.sum(has_rows.to(tl.int32), 0)
+
+
+@triton.jit
+def _find(picks, at, of, places, GRID: tl.constexpr):
+    """Return the expert of a place, how many pairs it has, and each pair's place among them if they are looked through.
+
+    Where places are those of pairs, the first pair of an expert stands for all of its.
+    """
+    if GRID.block == 0:
+        return at, tl.load(picks.counts + at, cache_modifier=".cg"), at
+    else:
         expert = at
+        if GRID.in_turn:
+            expert = tl.sum(tl.where(places == at, tl.arange(0, GRID.bins), 0), 0)
         if GRID.by_pair:
+            pair = tl.arange(0, GRID.block)
             expert = tl.load(picks.experts + at, cache_modifier=".cg")
             is_first = tl.min(tl.where(of == expert, pair, GRID.block), 0) == at
             of = tl.where(is_first & (expert < GRID.experts), of, GRID.experts + 1)
         mine = (of == expert).to(tl.int32)
-        return expert, tl.sum(mine, 0), tl.where(mine > 0, tl.cumsum(mine, 0) - 1, -1), all_pairs
+        return expert, tl.sum(mine, 0), tl.where(mine > 0, tl.cumsum(mine, 0) - 1, -1)
 
 
 @triton.jit
@@ -240,7 +266,7 @@ def _pairs_of(picks, expert, found, first, count, rows, GRID: tl.constexpr, ROWS
     at = first + tl.arange(0, ROWS)
     inside = at < count
     if GRID.block == 0:
-        members = picks.members + expert.to(tl.int64) * rows
+        members = picks.members + tl.cast(expert, tl.int64) * rows
         return tl.load(members + at, mask=inside, other=0, cache_modifier=".cg"), inside
     else:
         pair = tl.arange(0, GRID.block)
@@ -271,50 +297,53 @@ def gated_experts_kernel(
     SIZE: tl.constexpr = SHAPE.size // 2
     PAIRED: tl.constexpr = TILES.block_n // 2
     TILED: tl.constexpr = (SIZE + PAIRED - 1) // PAIRED
-    share, tile = tl.program_id(0) % GRID.shares, tl.program_id(0) // GRID.shares % TILED
-    expert, count, found, _ = _find(picks, tl.program_id(0) // (GRID.shares * TILED), rows, GRID)
+    of, _, places, touched = _look(picks, rows, GRID)
     of_pair, is_up = own_pair(tl.arange(0, TILES.block_n))
-    in_tile = tile * PAIRED + of_pair
-    first_row = expert * SHAPE.size
-    # With a clamp rows of gate and up take turns.
-    w_row = first_row + in_tile + is_up * SIZE if CLAMP is None else first_row + 2 * in_tile + is_up
-    w_inside = in_tile < SIZE
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
-    n = tile * PAIRED + tl.arange(0, PAIRED)
     # 0, which a compiler does not know: it would count columns in 64 bits, and not for all threads together.
     split = tl.program_id(1)
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
-        pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
-        row = pair // GRID.top_k
-        squares = load_squares(factor, row, inside, SHAPE.depth)
-        if CLAMP is not None:
-            bias_at = bias_ptr + expert * SHAPE.size + 2 * n
-            gate_bias = tl.load(bias_at, mask=n < SIZE, other=0.0)
-            up_bias = tl.load(bias_at + 1, mask=n < SIZE, other=0.0)
-        scales = row_scales(operands, w_row, w_inside, SHAPE)
-        acc = sum_split(operands, row, inside, w_row, w_inside, split, 0, none, SHAPE, TILES)
-        if SHAPE.groups > 0:
-            acc *= scales[:, None]
-        gate, up = split_pairs(acc)
-        times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
-        gate *= times[None, :]
-        up *= times[None, :]
-        if CLAMP is not None:
-            ALPHA: tl.constexpr = CLAMP.alpha
-            LIMIT: tl.constexpr = CLAMP.limit
-            gate += gate_bias.to(tl.float32)[:, None]
-            up += up_bias.to(tl.float32)[:, None]
-            # Comparisons, so that NaN stays NaN.
-            gate = tl.where(gate > LIMIT, LIMIT, gate)
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-            value = ((up + 1) * (gate * tl.sigmoid(gate * ALPHA)) * LIFT).to(out_ptr.dtype.element_ty)
-        else:
-            value = (gate * tl.sigmoid(gate) * up * LIFT).to(out_ptr.dtype.element_ty)
-        to = pair.to(tl.int64)[None, :] * SIZE + n[:, None]
-        tl.store(out_ptr + to, value, mask=(n < SIZE)[:, None] & inside[None, :])
+    end = touched * (GRID.shares * TILED) if GRID.in_turn else tl.program_id(0) + 1
+    for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
+        share, tile = item % GRID.shares, item // GRID.shares % TILED
+        expert, count, found = _find(picks, item // (GRID.shares * TILED), of, places, GRID)
+        in_tile = tile * PAIRED + of_pair
+        first_row = expert * SHAPE.size
+        # With a clamp rows of gate and up take turns.
+        w_row = first_row + in_tile + is_up * SIZE if CLAMP is None else first_row + 2 * in_tile + is_up
+        w_inside = in_tile < SIZE
+        n = tile * PAIRED + tl.arange(0, PAIRED)
+        for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
+            pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
+            row = pair // GRID.top_k
+            squares = load_squares(factor, row, inside, SHAPE.depth)
+            if CLAMP is not None:
+                bias_at = bias_ptr + expert * SHAPE.size + 2 * n
+                gate_bias = tl.load(bias_at, mask=n < SIZE, other=0.0)
+                up_bias = tl.load(bias_at + 1, mask=n < SIZE, other=0.0)
+            scales = row_scales(operands, w_row, w_inside, SHAPE)
+            acc = sum_split(operands, row, inside, w_row, w_inside, split, 0, none, SHAPE, TILES)
+            if SHAPE.groups > 0:
+                acc *= scales[:, None]
+            gate, up = split_pairs(acc)
+            times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
+            gate *= times[None, :]
+            up *= times[None, :]
+            if CLAMP is not None:
+                ALPHA: tl.constexpr = CLAMP.alpha
+                LIMIT: tl.constexpr = CLAMP.limit
+                gate += gate_bias.to(tl.float32)[:, None]
+                up += up_bias.to(tl.float32)[:, None]
+                # Comparisons, so that NaN stays NaN.
+                gate = tl.where(gate > LIMIT, LIMIT, gate)
+                up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+                value = ((up + 1) * (gate * tl.sigmoid(gate * ALPHA)) * LIFT).to(out_ptr.dtype.element_ty)
+            else:
+                value = (gate * tl.sigmoid(gate) * up * LIFT).to(out_ptr.dtype.element_ty)
+            to = pair.to(tl.int64)[None, :] * SIZE + n[:, None]
+            tl.store(out_ptr + to, value, mask=(n < SIZE)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -384,49 +413,56 @@ def add_experts_kernel(
     TILED: tl.constexpr = (SHAPE.size + TILES.block_n - 1) // TILES.block_n
     PARTS: tl.constexpr = SHAPE.splits if GRID.apart else 1
     SIDE: tl.constexpr = GRID.shares * PARTS
-    side, tile, place_of = tl.program_id(0) % SIDE, tl.program_id(0) // SIDE % TILED, tl.program_id(0) // (SIDE * TILED)
-    share, split = (0, side) if GRID.apart else (side, tl.program_id(1))
-    expert, count, found, all_pairs = _find(picks, place_of, rows, GRID)
-    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
-    w_row, n_inside = expert * SHAPE.size + n, n < SHAPE.size
+    of, all_pairs, places, touched = _look(picks, rows, GRID)
     operands = Operands(x_ptr, w_ptr, x_ptr, w_ptr, scale_ptr)
-    if OVERLAP:
-        ask_ahead(w_ptr, w_row, n_inside & (count > 0), split * SHAPE.split_size, SHAPE, TILES)
-    wait_for_previous(OVERLAP)
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
-        pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
-        scales = row_scales(operands, w_row, n_inside, SHAPE)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + w_row, mask=n_inside, other=0.0).to(tl.float32)
-            bias = tl.where(split == 0, bias, 0.0)
-        acc = sum_split(operands, pair, inside, w_row, n_inside, split, 0, none, SHAPE, TILES)
-        if SHAPE.groups > 0:
-            acc *= scales[:, None]
-        if bias_ptr is not None:
-            acc = plus(acc, tl.broadcast_to(bias[:, None], acc.shape))
-        if not GRID.apart:
-            for each in tl.range(1, SHAPE.splits):
-                more = sum_split(operands, pair, inside, w_row, n_inside, each, 0, none, SHAPE, TILES)
-                if SHAPE.groups > 0:
-                    more *= scales[:, None]
-                acc = plus(more, acc)
-        to = (split * rows.to(tl.int64) * GRID.top_k + pair)[None, :] * SHAPE.size + n[:, None]
-        tl.store(part_ptr + to, acc, mask=n_inside[:, None] & inside[None, :])
-    if GRID.combines:
-        # Programs without pairs end; where there are none at all the first of each tile goes on.
-        has_part = count > 0 or (all_pairs == 0 and place_of + side == 0)
-        if has_part:
-            tl.debug_barrier()
-            done = tl.atomic_add(picks.finished + tile, count, sem="acq_rel") + count
-            if done == all_pairs * PARTS:
-                tl.store(picks.finished + tile, 0)
+    # Where there are no pairs at all the first of each tile goes on.
+    end = tl.maximum(touched, 1) * (SIDE * TILED) if GRID.in_turn else tl.program_id(0) + 1
+    for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
+        side, tile, place_of = item % SIDE, item // SIDE % TILED, item // (SIDE * TILED)
+        share, split = (0, side) if GRID.apart else (side, tl.program_id(1))
+        expert, count, found = _find(picks, place_of, of, places, GRID)
+        n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
+        w_row, n_inside = expert * SHAPE.size + n, n < SHAPE.size
+        if item == tl.program_id(0):
+            if OVERLAP:
+                ask_ahead(w_ptr, w_row, n_inside & (count > 0), split * SHAPE.split_size, SHAPE, TILES)
+            wait_for_previous(OVERLAP)
+        for first in tl.range(share * ROWS, count, GRID.shares * ROWS, num_stages=1):
+            pair, inside = _pairs_of(picks, expert, found, first, count, rows, GRID, ROWS)
+            scales = row_scales(operands, w_row, n_inside, SHAPE)
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + w_row, mask=n_inside, other=0.0).to(tl.float32)
+                bias = tl.where(split == 0, bias, 0.0)
+            acc = sum_split(operands, pair, inside, w_row, n_inside, split, 0, none, SHAPE, TILES)
+            if SHAPE.groups > 0:
+                acc *= scales[:, None]
+            if bias_ptr is not None:
+                acc = plus(acc, tl.broadcast_to(bias[:, None], acc.shape))
+            if not GRID.apart:
+                for each in tl.range(1, SHAPE.splits):
+                    more = sum_split(operands, pair, inside, w_row, n_inside, each, 0, none, SHAPE, TILES)
+                    if SHAPE.groups > 0:
+                        more *= scales[:, None]
+                    acc = plus(more, acc)
+            to = (split * rows.to(tl.int64) * GRID.top_k + pair)[None, :] * SHAPE.size + n[:, None]
+            tl.store(part_ptr + to, acc, mask=n_inside[:, None] & inside[None, :])
+        if GRID.combines:
+            # Programs without pairs end.
+            has_part = count > 0 or (all_pairs == 0 and place_of + side == 0)
+            if has_part:
                 tl.debug_barrier()
-                for first in tl.range(0, rows, COMBINED, num_stages=1):
-                    row = first + tl.arange(0, COMBINED)
-                    _combine(part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SHAPE.size, PARTS, GRID, TAP)
+                done = tl.atomic_add(picks.finished + tile, count, sem="acq_rel") + count
+                if done == all_pairs * PARTS:
+                    tl.store(picks.finished + tile, 0)
+                    tl.debug_barrier()
+                    for first in tl.range(0, rows, COMBINED, num_stages=1):
+                        row = first + tl.arange(0, COMBINED)
+                        _combine(
+                            part_ptr, picks, gain_ptr, shrink, row, rows, n, out, tap, SHAPE.size, PARTS, GRID, TAP
+                        )
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -19,7 +19,7 @@ from ..fp8 import Fp8Weight
 from ..mxfp4 import ExpertWeight, Mxfp4Weight
 from . import expert_kernels as kernels
 from .expert_kernels import ExpertGrid, Picks
-from .machine import overlapping, overwrites_operands
+from .machine import num_processors, overlapping, overwrites_operands, shared_memory
 from .product_kernels import ProductShape, ProductTiles
 from .products import Norm, NormedRows, factor_args, multiply, precision_of, put_residual_ref, source_of, tap_args
 
@@ -29,6 +29,10 @@ _CUT_DEPTH = 2048
 """Columns from which on the last product of an expert is cut, which decides bits, too."""
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
+_BY_PAIR = 16
+"""Pairs that have programs of their own; of more, programs take the experts that have rows in turn."""
+_REGISTERS = 65536
+"""Of a multiprocessor."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -56,6 +60,15 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
 """By the rows that an expert has in the mean, or the most."""
+_IN_TURN: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
+    # Wide tiles where so few are left that each program has one; else as many programs as can be.
+    "plain": (
+        (32, ProductTiles(128, 64, 16, 4, 5), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
+        (_FEW_PAIRS, ProductTiles(64, 128, 16, 4, 3), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
+    ),
+    "fp8": ((_FEW_PAIRS, ProductTiles(128, 128, 16, 4, 4), ProductTiles(64, 128, 16, 4, 4, ahead=256)),),
+}
+"""Up to so many pairs, where programs take experts in turn: tiles of gate and up, and of down."""
 
 
 class Clamp(NamedTuple):
@@ -234,7 +247,7 @@ def gated_experts_ref(rows: NormedRows, norm: Norm, experts: Experts, routing: R
 def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routing, lift: float = 1.0) -> None:
     """Run `gated_experts_ref` as one launch."""
     count, shape = len(rows.scaled), expert_shape(experts.gate_up, experts.count, rows.scaled)
-    tiles, grid = _tiles(experts, shape, count, routing.gated)
+    tiles, grid = _tiles(experts, shape, count, routing.gated, False)
     bias = None if experts.biases is None else experts.biases.gate_up
     weights = *_weight_args(rows.scaled, experts.gate_up), bias
     given = *weights, factor_args(rows, norm), routing.picks, count, routing.gated
@@ -242,7 +255,8 @@ def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routi
     constants = {"SHAPE": shape, "TILES": tiles, "GRID": grid, "LIFT": lift, "OVERLAP": overlaps}
     constants["CLAMP"] = experts.clamp
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
-    programs = _places(grid, count) * triton.cdiv(experts.width, tiles.block_n // 2)
+    parts = triton.cdiv(experts.width, tiles.block_n // 2)
+    programs = _programs(grid, tiles, count, parts, rows.scaled, source_of(experts.gate_up), shape.packed)
     kernels.gated_experts_kernel[(programs,)](*given, **constants, **options)
 
 
@@ -274,7 +288,7 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     """
     count, hidden = rows.residual.shape
     shape = down_shape(experts, routing.gated)
-    tiles, grid = _tiles(experts, shape, count, rows.residual)
+    tiles, grid = _tiles(experts, shape, count, rows.residual, True)
     # An expert's product is done sooner, and needs registers for one sum.
     grid = replace(grid, apart=shape.splits > 1 and grid.combines)
     overlaps, options = overlapping(rows.residual.device)
@@ -285,7 +299,8 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     tap_of = tap_args(rows, tap)
     constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED}
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
-    programs = _places(grid, count) * triton.cdiv(hidden, tiles.block_n) * (shape.splits if grid.apart else 1)
+    parts = triton.cdiv(hidden, tiles.block_n) * (shape.splits if grid.apart else 1)
+    programs = _programs(grid, tiles, count, parts, routing.gated, source_of(experts.down), shape.packed)
     kernels.add_experts_kernel[(programs,)](*given, rows, tap_of, **constants, **options)
     if not grid.combines:
         constants = shared | {"SIZE": hidden, "BLOCK_N": 128, "BLOCK_ROWS": _COMBINED, "num_warps": 4}
@@ -314,28 +329,46 @@ def _grid(experts: Experts, rows: int, shares: int) -> ExpertGrid:
     """Return the grid for some rows; of few pairs no expert's rows are shared."""
     pairs = rows * experts.top_k
     if pairs > _FEW_PAIRS:
-        return ExpertGrid(experts.count, experts.top_k, 0, False, shares, False)
-    return ExpertGrid(experts.count, experts.top_k, _power(pairs), pairs <= experts.count, 1, True)
+        return ExpertGrid(experts.count, experts.top_k, 0, False, False, shares, False)
+    by_pair = pairs <= _BY_PAIR
+    return ExpertGrid(
+        experts.count, experts.top_k, _power(pairs), by_pair, not by_pair and pairs <= experts.count, 1, True
+    )
 
 
-def _places(grid: ExpertGrid, rows: int) -> int:
-    """Count the programs of a grid over each tile of columns."""
-    places: int = rows * grid.top_k if grid.by_pair else grid.experts
-    return places * grid.shares
+def _programs(
+    grid: ExpertGrid, tiles: ProductTiles, rows: int, parts: int, x: Tensor, weight: Tensor, packed: int
+) -> int:
+    """Count the programs of a launch over ``parts`` of each expert; in turn, as many as are resident at once."""
+    pairs = rows * grid.top_k
+    places: int = pairs if grid.by_pair or grid.in_turn else grid.experts
+    programs = places * grid.shares * parts
+    if not grid.in_turn:
+        return programs
+    columns = tiles.block_n * weight.element_size() // packed + tiles.block_rows * x.element_size()
+    by_memory = shared_memory(x.device) // (tiles.num_stages * tiles.block_k * columns + 1024)
+    by_registers = _REGISTERS // (32 * tiles.num_warps * (tiles.max_registers or 128))
+    return min(programs, max(1, min(by_memory, by_registers)) * num_processors(x.device))
 
 
-def _tiles(experts: Experts, shape: ProductShape, rows: int, x: Tensor) -> tuple[ProductTiles, ExpertGrid]:
+def _tiles(
+    experts: Experts, shape: ProductShape, rows: int, x: Tensor, is_down: bool
+) -> tuple[ProductTiles, ExpertGrid]:
     """Choose tiles and grid: of few pairs for few rows, else for twice as many rows of an expert as in the mean."""
     pairs = rows * experts.top_k
     wanted = 16 if pairs <= _FEW_PAIRS else 2 * pairs // experts.count
     plain = "fp32" if x.dtype == torch.float32 else "plain"
-    known = _TILES["mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]]
+    kind = "mxfp4" if shape.fp4_rows else (plain, "fp8", "fp8 by blocks")[min(shape.groups, 2)]
+    known = _TILES[kind]
     if shape.fp4_rows and x.dtype == torch.float32:
         # 64 rows of float32 do not fit into the shared memory of smaller chips.
         known = known[:2]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
+    grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
+    if grid.in_turn:
+        tiles = next((rule[1 + is_down] for rule in _IN_TURN.get(kind, ()) if pairs <= rule[0]), tiles)
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
     is_hopper = overwrites_operands(x.device)
     # Elsewhere a limit spills.
     tiles = replace(tiles, waits=is_widened and is_hopper, max_registers=tiles.max_registers if is_hopper else None)
-    return tiles, _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
+    return tiles, grid

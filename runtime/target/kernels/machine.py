@@ -55,6 +55,14 @@ def num_processors(device: torch.device) -> int:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory of a multiprocessor; those of an H200 where there is no GPU."""
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 233472
+    )
+
+
+@cache
 def gpu_name(device: torch.device) -> str:
     """Return the name of a GPU; empty where there is none."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
