@@ -175,7 +175,7 @@ class TargetModel(Target):
         if packed:
             is_fp4 = Mxfp4Experts in packed
             reason = "it was asked for" if self._asked == "transformers" else unfit_reason(self.model)
-            note = str(getattr(self.model, "packed_note", "weights in FP8"))
+            note = str(getattr(self.model, "packed_note", "experts in MXFP4" if is_fp4 else "weights in FP8"))
             if reason is not None:
                 advice = DEQUANTISED if is_fp4 else "load the target in another form (without target_weights = 'fp8')"
                 problem = f"The target has {note}, which transformers' own forward does not run: {reason}"

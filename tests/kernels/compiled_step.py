@@ -207,7 +207,7 @@ def multiply(compiler: Compiler, groups: int) -> None:
 def run_experts(compiler: Compiler, groups: int) -> None:
     """Call a layer of experts, of Qwen3-30B-A3B's size, for a token, trees and chunks; ``groups`` as in `multiply`."""
     count, width, hidden, top_k = 128, 768, 2048, 8
-    # Every size is compiled for one GPU; for the others the smallest, one whose programs take experts in turn, the largest.
+    # Every size is compiled for one GPU; for the others the smallest, one of some experts, and the largest.
     for rows in (1, 4, 16, NODES, CHUNK, 4 * CHUNK) if compiler.chip.capability == 90 else (1, 16, 4 * CHUNK):
         compiler.variant = f"{rows} rows{('', ', FP8', ', FP8 by blocks')[groups]}"
         weights = weight(groups, count * 2 * width, hidden), weight(groups, count * hidden, width)
@@ -232,7 +232,7 @@ def run_gpt_oss(compiler: Compiler) -> None:
     )
     # Float32 takes most of the shared memory, of which this chip has least.
     most = [(CHUNK, torch.float32)] if compiler.chip.capability == 89 else []
-    for rows, dtype in [(1, torch.bfloat16), (8, torch.bfloat16), (NODES, torch.bfloat16), *most]:
+    for rows, dtype in [(1, torch.bfloat16), (NODES, torch.bfloat16), *most]:
         compiler.variant = f"{rows} rows, MXFP4, {dtype}"
         x = torch.zeros(rows, hidden, dtype=dtype)
         layer = replace(layer, router=layer.router.to(dtype), biases=experts.Biases(*(b.to(dtype) for b in biases)))

@@ -30,9 +30,7 @@ _CUT_DEPTH = 2048
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
 _BY_PAIR = 16
-"""Pairs that have programs of their own; of more, programs take the experts that have rows in turn."""
-_REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Pairs that have programs of their own; of more, in a plain type, programs take the experts that have rows in turn."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -60,15 +58,15 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
 """By the rows that an expert has in the mean, or the most."""
-_IN_TURN: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
-    # Wide tiles where so few are left that each program has one; else as many programs as can be.
+_OF_SOME: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
+    # Taken in turn. Wide tiles where so few are left that each program has one; else as many programs as can be.
     "plain": (
         (32, ProductTiles(128, 64, 16, 4, 5), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
         (_FEW_PAIRS, ProductTiles(64, 128, 16, 4, 3), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
     ),
     "fp8": ((_FEW_PAIRS, ProductTiles(128, 128, 16, 4, 4), ProductTiles(64, 128, 16, 4, 4, ahead=256)),),
 }
-"""Up to so many pairs, where programs take experts in turn: tiles of gate and up, and of down."""
+"""From 17 pairs on, but no more than there are experts: up to so many pairs, tiles of gate and up, and of down."""
 
 
 class Clamp(NamedTuple):
@@ -256,7 +254,7 @@ def gated_experts(rows: NormedRows, norm: Norm, experts: Experts, routing: Routi
     constants["CLAMP"] = experts.clamp
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
     parts = triton.cdiv(experts.width, tiles.block_n // 2)
-    programs = _programs(grid, tiles, count, parts, rows.scaled, source_of(experts.gate_up), shape.packed)
+    programs = _programs(grid, tiles, count, parts, rows.scaled)
     kernels.gated_experts_kernel[(programs,)](*given, **constants, **options)
 
 
@@ -300,7 +298,7 @@ def add_experts(experts: Experts, routing: Routing, norm: Norm, rows: NormedRows
     constants = shared | {"SHAPE": shape, "TILES": tiles, "COMBINED": _COMBINED}
     constants |= {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
     parts = triton.cdiv(hidden, tiles.block_n) * (shape.splits if grid.apart else 1)
-    programs = _programs(grid, tiles, count, parts, routing.gated, source_of(experts.down), shape.packed)
+    programs = _programs(grid, tiles, count, parts, routing.gated)
     kernels.add_experts_kernel[(programs,)](*given, rows, tap_of, **constants, **options)
     if not grid.combines:
         constants = shared | {"SIZE": hidden, "BLOCK_N": 128, "BLOCK_ROWS": _COMBINED, "num_warps": 4}
@@ -325,30 +323,25 @@ def _power(size: int) -> int:
     return max(2, 1 << (size - 1).bit_length())
 
 
-def _grid(experts: Experts, rows: int, shares: int) -> ExpertGrid:
+def _grid(experts: Experts, rows: int, shares: int, has_turns: bool = False) -> ExpertGrid:
     """Return the grid for some rows; of few pairs no expert's rows are shared."""
     pairs = rows * experts.top_k
     if pairs > _FEW_PAIRS:
         return ExpertGrid(experts.count, experts.top_k, 0, False, False, shares, False)
-    by_pair = pairs <= _BY_PAIR
+    in_turn, by_pair = has_turns and _BY_PAIR < pairs, pairs <= experts.count
     return ExpertGrid(
-        experts.count, experts.top_k, _power(pairs), by_pair, not by_pair and pairs <= experts.count, 1, True
+        experts.count, experts.top_k, _power(pairs), by_pair and not in_turn, by_pair and in_turn, 1, True
     )
 
 
-def _programs(
-    grid: ExpertGrid, tiles: ProductTiles, rows: int, parts: int, x: Tensor, weight: Tensor, packed: int
-) -> int:
+def _programs(grid: ExpertGrid, tiles: ProductTiles, rows: int, parts: int, x: Tensor) -> int:
     """Count the programs of a launch over ``parts`` of each expert; in turn, as many as are resident at once."""
-    pairs = rows * grid.top_k
-    places: int = pairs if grid.by_pair or grid.in_turn else grid.experts
+    places: int = rows * grid.top_k if grid.by_pair or grid.in_turn else grid.experts
     programs = places * grid.shares * parts
     if not grid.in_turn:
         return programs
-    columns = tiles.block_n * weight.element_size() // packed + tiles.block_rows * x.element_size()
-    by_memory = shared_memory(x.device) // (tiles.num_stages * tiles.block_k * columns + 1024)
-    by_registers = _REGISTERS // (32 * tiles.num_warps * (tiles.max_registers or 128))
-    return min(programs, max(1, min(by_memory, by_registers)) * num_processors(x.device))
+    memory = tiles.num_stages * tiles.block_k * (tiles.block_n + tiles.block_rows) * x.element_size() + 1024
+    return min(programs, max(1, shared_memory(x.device) // memory) * num_processors(x.device))
 
 
 def _tiles(
@@ -364,9 +357,9 @@ def _tiles(
         # 64 rows of float32 do not fit into the shared memory of smaller chips.
         known = known[:2]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
-    grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)))
-    if grid.in_turn:
-        tiles = next((rule[1 + is_down] for rule in _IN_TURN.get(kind, ()) if pairs <= rule[0]), tiles)
+    grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)), kind == "plain")
+    if _BY_PAIR < pairs <= experts.count:
+        tiles = next((rule[1 + is_down] for rule in _OF_SOME.get(kind, ()) if pairs <= rule[0]), tiles)
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
     is_hopper = overwrites_operands(x.device)
     # Elsewhere a limit spills.
