@@ -174,4 +174,4 @@ def test_the_linked_result_has_a_figure_of_readme(number: str, unit: str, anchor
     # Another number, or a proof from another row, would be seen.
     wrong = re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), number)
     with pytest.raises(AssertionError):
-        check_figure(wrong, unit, text.replace(number, wrong))
+        check_figure(wrong, unit, text.replace(f"**{number}**", f"**{wrong}**"))
