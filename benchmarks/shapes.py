@@ -439,7 +439,8 @@ def judged(name: str, found: Mapping[str, list[float]], parts: Mapping[str, list
     row["over_plain"], row["over_best"] = (medians["chosen"] / medians[other] for other in ("plain", best))
     row["wanted"] = {"over_plain": LEAST_OF_PLAIN, "over_best": LEAST_OF_BEST}
     row["is_good"] = row["over_plain"] >= LEAST_OF_PLAIN and row["over_best"] >= LEAST_OF_BEST
-    return row | {"rounds": dict(found), "parts": dict(parts)}
+    # The lists go on to be filled by the next row.
+    return row | {"rounds": dict(found), "parts": {variant: [*each] for variant, each in parts.items()}}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,12 @@ def test_a_row_is_judged_by_its_medians() -> None:
     row = shapes.judged("x", {"plain": [10, 11, 12], "1,1,3": [20, 19, 30], "chosen": [19.7, 19.8, 1]}, {})
     assert (row["best"], row["over_plain"], row["over_best"]) == ("1,1,3", 19.7 / 11, 19.7 / 20)
     assert row["is_good"]
-    assert not shapes.judged("x", {"plain": [10], "1,1,3": [20], "chosen": [19.3]}, {})["is_good"]
+    parts = {"plain": [1]}
+    bad = shapes.judged("x", {"plain": [10], "1,1,3": [20], "chosen": [19.3]}, parts)
+    assert not bad["is_good"]
+    # What the next row's first calls add is none of this one's.
+    parts["plain"].append(2)
+    assert bad["parts"] == {"plain": [1]}
 
 
 def test_rounds_end_before_one_that_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
