@@ -1,9 +1,10 @@
 """Draw README's picture from a committed result of `benchmarks.shapes`; needs no GPU.
 
-    python -m benchmarks.picture benchmarks/results/2026-11-28-shapes.json --out docs/images/speed.svg
+    python -m benchmarks.picture benchmarks/results/2026-11-29-shapes.json --out docs/images/speed.svg
 
-By kind of text tokens a second of SmolLM2 with its own head, one sequence at a time: plain decoding, drafting over all
-rows, and over `SLIM` of them. All bars are of one run: of the file's that which has most kinds, of equal ones the last.
+By kind of text tokens a second of SmolLM2 with its own head, one sequence at a time: plain decoding (the mean beside
+either), drafting over all rows, and over `SLIM` of them. All bars are of one run: of the file's that which has most
+kinds, of equal ones the last.
 The colours are the reader's: light, or dark where the browser says so.
 """
 
@@ -36,7 +37,7 @@ def bars_of(run: Mapping[str, Any]) -> dict[str, Speeds]:
     rows = {row["row"]: row["tokens_per_s"] for row in run["rows"] if "tokens_per_s" in row}
     pairs = {kind: (f"text/full/{kind}", f"text/{SLIM}/{kind}") for kind in KINDS}
     return {
-        kind: (rows[full]["plain"], rows[full]["chosen"], rows[slim]["chosen"])
+        kind: ((rows[full]["plain"] + rows[slim]["plain"]) / 2, rows[full]["chosen"], rows[slim]["chosen"])
         for kind, (full, slim) in pairs.items()
         if full in rows and slim in rows
     }
