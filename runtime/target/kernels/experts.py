@@ -30,7 +30,7 @@ _CUT_DEPTH = 2048
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
 _BY_PAIR = 16
-"""Pairs that have programs of their own; of more, in a plain type, programs take the experts that have rows in turn."""
+"""Pairs that have programs of their own; of more, unless weights are packed, programs take experts in turn."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -328,7 +328,7 @@ def _grid(experts: Experts, rows: int, shares: int, has_turns: bool = False) -> 
     pairs = rows * experts.top_k
     if pairs > _FEW_PAIRS:
         return ExpertGrid(experts.count, experts.top_k, 0, False, False, shares, False)
-    in_turn, by_pair = has_turns and _BY_PAIR < pairs, pairs <= experts.count
+    in_turn, by_pair = has_turns and pairs > _BY_PAIR, pairs <= experts.count
     return ExpertGrid(
         experts.count, experts.top_k, _power(pairs), by_pair and not in_turn, by_pair and in_turn, 1, True
     )
@@ -357,7 +357,7 @@ def _tiles(
         # 64 rows of float32 do not fit into the shared memory of smaller chips.
         known = known[:2]
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
-    grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)), kind == "plain")
+    grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)), shape.packed == 1)
     if _BY_PAIR < pairs <= experts.count:
         tiles = next((rule[1 + is_down] for rule in _OF_SOME.get(kind, ()) if pairs <= rule[0]), tiles)
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
