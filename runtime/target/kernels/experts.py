@@ -328,7 +328,7 @@ def _grid(experts: Experts, rows: int, shares: int, has_turns: bool = False) -> 
     pairs = rows * experts.top_k
     if pairs > _FEW_PAIRS:
         return ExpertGrid(experts.count, experts.top_k, 0, False, False, shares, False)
-    in_turn, by_pair = has_turns and _BY_PAIR < pairs, pairs <= experts.count
+    in_turn, by_pair = has_turns and pairs > _BY_PAIR, pairs <= experts.count
     return ExpertGrid(
         experts.count, experts.top_k, _power(pairs), by_pair and not in_turn, by_pair and in_turn, 1, True
     )
