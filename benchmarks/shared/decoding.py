@@ -366,9 +366,14 @@ def run_once(
         prompt_time(decoder, prefix, rounds=1)
 
 
+@torch.inference_mode()
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
-    """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has used so far."""
+    """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has used so far.
+
+    Each goes on from a token of its own: after the same one, a mixture's sequences would take the same experts.
+    """
     decoder.fill_(num_active, prefix)
+    decoder.state.new_tokens[:num_active, 0] += torch.arange(num_active, device=decoder.target.device)
     if isinstance(decoder.steps.revise, DrawnVerdicts):
         decoder.steps.revise.turns.fill_(turn)
 

@@ -61,6 +61,13 @@ def test_plain_steps_beside_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 for row in rows)
 
 
+def test_sequences_go_on_from_tokens_of_their_own() -> None:
+    model = RoutedModel("qwen3", CPU, torch.float32)
+    decoder = model.decoder(model.new_cache(3, 40), None)
+    decoding.fill(decoder, 3, 9)
+    assert len(decoder.state.new_tokens[:, 0].unique()) == 3
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_a_layer_is_checked_before_anything_is_timed(device: str, name: str) -> None:
     if device == "cpu":
