@@ -359,7 +359,10 @@ def _tiles(
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)), shape.packed == 1)
     if _BY_PAIR < pairs <= experts.count:
-        tiles = next((rule[1 + is_down] for rule in _OF_SOME.get(kind, ()) if pairs <= rule[0]), tiles)
+        for most, *both in _OF_SOME.get(kind, ()):
+            if pairs <= most:
+                tiles = both[is_down]
+                break
     is_widened = shape.groups == 1 or shape.fp4_rows > 0
     is_hopper = overwrites_operands(x.device)
     # Elsewhere a limit spills.
