@@ -19,8 +19,8 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 SOURCE_HELP = """\b
-A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, each also .gz, .zst or .bz2,
-and .parquet):
+A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, .csv, .tsv, each also .gz, .zst
+or .bz2, and .parquet):
   [NAME=]LOCATION[,KEY=VALUE...]
 KEY is one of these. Amounts may have a unit (10M). Quote globs.
   weight         its share beside the other sources

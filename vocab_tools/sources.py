@@ -31,7 +31,7 @@ Kind = Literal["text", "chat"]
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content")
-FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet")
 READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), and .parquet"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
@@ -250,7 +250,7 @@ class OpenSource:
                 if _format_of(file.path) == ".parquet":
                     yield from parquet_blocks(file.path, shard, file.size or 0, self.column)
                 else:
-                    yield from file_blocks(file.path, shard, _format_of(file.path) == ".txt")
+                    yield from file_blocks(file.path, shard, _format_of(file.path))
                 return
             stream = self.table.shard(num_shards=self.num_shards, index=shard)
             if self.column in (stream.column_names or ()):
