@@ -58,6 +58,21 @@ def test_force_replaces_only_what_is_marked(tmp_path):
     (out / "manifest.json").write_text("{}")
     write(out, "new", force=True, marker="manifest.json")
     assert tree(out) == {"a": "new", "sub/b": "new"}
+
+
+def test_what_a_desktop_leaves_in_a_folder_is_nobodys_work(tmp_path):
+    out = tmp_path / "out"
+    for round_number in range(2):
+        out.mkdir(exist_ok=True)
+        for name in (".DS_Store", "._model.safetensors", "Thumbs.db", "desktop.ini"):
+            (out / name).write_text("x")
+        # At first there is nothing else, which is an empty folder; then an artifact, which is replaced.
+        with atomic_directory(out, force=round_number == 1, marker="a", names="a") as folder:
+            (folder / "a").write_text(str(round_number))
+        assert tree(out) == {"a": str(round_number)}
+    (out / ".git").mkdir()
+    with raises_with(OutputExistsError, "it holds .git"):
+        check_output(out, force=True, marker="a", names="a")
     with raises_with(OutputExistsError, "sub"):
         check_output(out, force=True, names="a|manifest.json")
     (tmp_path / "file").touch()
