@@ -58,6 +58,11 @@ def test_force_replaces_only_what_is_marked(tmp_path):
     (out / "manifest.json").write_text("{}")
     write(out, "new", force=True, marker="manifest.json")
     assert tree(out) == {"a": "new", "sub/b": "new"}
+    with raises_with(OutputExistsError, "sub"):
+        check_output(out, force=True, names="a|manifest.json")
+    (tmp_path / "file").touch()
+    with raises_with(OutputExistsError, "file"):
+        write(tmp_path / "file", "new", force=True)
 
 
 def test_what_a_desktop_leaves_in_a_folder_is_nobodys_work(tmp_path):
@@ -73,11 +78,6 @@ def test_what_a_desktop_leaves_in_a_folder_is_nobodys_work(tmp_path):
     (out / ".git").mkdir()
     with raises_with(OutputExistsError, "it holds .git"):
         check_output(out, force=True, marker="a", names="a")
-    with raises_with(OutputExistsError, "sub"):
-        check_output(out, force=True, names="a|manifest.json")
-    (tmp_path / "file").touch()
-    with raises_with(OutputExistsError, "file"):
-        write(tmp_path / "file", "new", force=True)
 
 
 def test_a_link_is_followed(tmp_path):
