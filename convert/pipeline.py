@@ -256,9 +256,8 @@ def _plan(
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors = plan_tensors(head, lm_head, ids)
     config = config_of(head, rows, options.flavour)
-    dtype = None if inputs.target is None else inputs.target.dtype
-    known = {"target_layers": inputs.target_layers, "target_dtype": dtype}
-    facts = HeadFacts.of(head, config=config, draft_vocab=rows, **known)
+    of_target = {} if inputs.target is None else inputs.target.facts
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, **of_target)
     findings = conversion_findings(facts)
     notes = in_words([found for found in findings if options.flavour in ("default", found.engine)])
     manifest = _manifest(inputs, options, ranking, vocab, notes)
@@ -342,8 +341,8 @@ def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
 def _describe_target(inputs: Inputs) -> dict[str, Any]:
     if inputs.target is not None:
         config = inputs.target.config
-        sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
-        return {**inputs.target.provenance, **sizes}
+        named = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+        return {**inputs.target.provenance, **{key: config[key] for key in named if key in config}}
     if inputs.choice is not None and inputs.choice.reason == targets.RECORDED:
         assert inputs.source.manifest is not None
         return inputs.source.manifest.target

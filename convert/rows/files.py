@@ -113,7 +113,7 @@ def choose_weights(names: list[str], where: str) -> str:
         return plain[0]
     found = f"Found {', '.join(plain[:5] or sorted(names)[:8]) or 'no files'}."
     problem = f"no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}. {found}"
-    advice = "Give the file that is meant one of these names, or name a sub-folder of a head with --subfolder."
+    advice = "Fetch them, give the file that is meant such a name, or name a sub-folder of a head with --subfolder."
     if any("-of-" in name for name in names):
         advice = "These are shards without their index: fetch the .index.json too, or save the head as one file."
     raise CheckpointError.at(where, f"{problem}\n{advice}")

@@ -57,10 +57,13 @@ class HeadTarget:
         return warnings + position_warnings(head.config, self.config)
 
     @property
-    def dtype(self) -> str | None:
-        """Type of the weights that engines take by default, such as "bfloat16"; None where it is not said."""
-        found = self.config.get("dtype") or self.config.get("torch_dtype")
-        return found.removeprefix("torch.") if isinstance(found, str) else None
+    def facts(self) -> dict[str, Any]:
+        """Facts about it that engines differ on, as `engines.HeadFacts` names them; None for what is not said."""
+        # The type of the weights that engines take by default.
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+        of_kind = {"target_layers": self.num_layers, "target_type": self.config.get("model_type")}
+        return {**of_kind, "target_dtype": dtype}
 
 
 def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
@@ -118,6 +121,8 @@ def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
         if isinstance(found, int) and not fits:
             problem = f"{key}: the head {head.location} expects {value}, found {found}"
             advice = "This is not the target that the head was trained for: give that one with --target."
+            if key == "vocab_size" and 0 < found - value <= MAX_PADDING:
+                advice = f"The head lacks the last {found - value} ids, be they padding or tokens. {advice}"
             raise MismatchError.at(f"target {target.name}", f"{problem}.\n{advice}")
     head.taps(target.num_layers)
 
