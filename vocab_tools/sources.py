@@ -24,7 +24,7 @@ from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
 from .messages import ChatError, kind_of, messages_in_text, normalise_messages
-from .records import BATCH_ROWS, PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
+from .records import BATCH_ROWS, PACKED, SEPARATORS, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]
@@ -302,12 +302,14 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
         revision = commit[1] if commit else source.revision
         origin = {"dataset": location, "config": builder.config.name, "revision": revision}
         kind = type(builder).__module__.rpartition(".")[2]
-        # Read line by line: see records.py. A field of one large object is left to the builder.
-        if kind in ("json", "text") and getattr(builder.config, "field", None) is None and not offline:
+        # Read record by record: see records.py. A field of one large object is left to the builder.
+        if kind in ("json", "text", "csv") and getattr(builder.config, "field", None) is None and not offline:
             split = _choose_split(location, source.split, list(map(str, builder.config.data_files)))
             paths = map(str, builder.config.data_files[split])
             files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in paths)
-            if all(_format_of(file.path) for file in files):
+            forms = {_format_of(file.path) for file in files}
+            separators = {SEPARATORS.get(form) for form in forms}
+            if "" not in forms and (kind != "csv" or ({builder.config.sep} == separators and not builder.config.names)):
                 return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
         # The commit, not the branch, so that the stream reads the files that were looked at.
         loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)
