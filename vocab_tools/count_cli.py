@@ -89,28 +89,18 @@ Example:
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @force_option
 @json_option
-def count(
-    sources: tuple[str, ...],
-    tokenizer: str,
-    tokenizer_revision: str | None,
-    offline: bool,
-    chat_template: str | None,
-    chat_template_kwargs: tuple[str, ...],
-    out: str,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def count(sources: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
     from .files import read_text, refuse_existing
     from .sources import parse_source
 
     path, corpus = refuse_existing(out, force), [parse_source(source) for source in sources]
-    loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
-    if chat_template is not None or chat_template_kwargs:
-        template = None if chat_template is None else read_text(chat_template, UsageError)
-        loaded = loaded.with_chat_template(template, _template_kwargs(chat_template_kwargs))
+    loaded = named_tokenizer(*(options.pop(name) for name in ("tokenizer", "tokenizer_revision", "offline")))
+    given, kwargs = options.pop("chat_template"), options.pop("chat_template_kwargs")
+    if given is not None or kwargs:
+        template = None if given is None else read_text(given, UsageError)
+        loaded = loaded.with_chat_template(template, _template_kwargs(kwargs))
     counts = count_tokens(corpus, loaded, notify=note, **options)
     counts.save(path)
     if as_json:
