@@ -96,10 +96,7 @@ class Conversion:
         manifest = self.manifest
         return {
             "folder": str(self.folder),
-            "kind": manifest.kind,
-            "draft_vocab": manifest.draft_vocab,
-            "target_vocab": manifest.target_vocab,
-            "num_forced": manifest.num_forced,
+            **{key: getattr(manifest, key) for key in ("kind", "draft_vocab", "target_vocab", "num_forced")},
             "rows": {"before": self.head.draft_vocab, "after": manifest.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
             "size_bytes": self.size_bytes,
@@ -166,16 +163,8 @@ def plan_conversion(
     request, ranking = options.vocabulary, None
     if options.sizes != ("full",):
         cut = [size for size in options.sizes if isinstance(size, int)]
-        ranking = make_ranking(
-            inputs.unpadded_head,
-            request,
-            inputs.tokenizer,
-            embedded=inputs.is_builtin,
-            offline=options.offline,
-            count=count,
-            say=say,
-            sizes=cut,
-        )
+        known: dict[str, Any] = {"embedded": inputs.is_builtin, "offline": options.offline, "sizes": cut}
+        ranking = make_ranking(inputs.unpadded_head, request, inputs.tokenizer, count=count, say=say, **known)
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
     plans = []
