@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+_KWARGS_HELP = "Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object."
+_HELD_OUT_HELP = "Share of the documents held out of the counts, by a hash of their text, to measure coverage on."
 SOURCE_HELP = """\b
 A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, .csv, .tsv, each also .gz, .zst
 or .bz2, and .parquet):
@@ -60,21 +62,9 @@ Example:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @tokenizer_options
 @click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template.")
-@click.option(
-    "--chat-template-kwargs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object.",
-)
+@click.option("--chat-template-kwargs", multiple=True, metavar="KEY=VALUE", help=_KWARGS_HELP)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
-@click.option(
-    "--held-out",
-    type=float,
-    default=0.01,
-    show_default=True,
-    metavar="F",
-    help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
-)
+@click.option("--held-out", type=float, default=0.01, show_default=True, metavar="F", help=_HELD_OUT_HELP)
 @choice_option("--on-error", ["stop", "skip"], "On an unreadable record: stop, or skip it and count it as skipped.")
 @choice_option(
     "--tokenizer-library",

@@ -210,8 +210,12 @@ def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
             return
         ahead = file.read(BLOCK_BYTES)
         if not is_text and ahead.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            data = ahead + file.read()
-            yield from _array_blocks(path, shard, packed.tell(), data)
+            try:
+                records, size = json.loads(ahead + file.read()), packed.tell()
+            except (ValueError, RecursionError) as error:
+                expected = "Expected one array of records, or one record a line"
+                raise CorpusError(f"{path}: not JSON: {error}. {expected}.") from error
+            yield from _record_blocks(path, shard, iter(records), lambda number: size * number // len(records))
             return
         while buffer or ahead:
             buffer, ahead = buffer + ahead, file.read(BLOCK_BYTES)
@@ -226,14 +230,6 @@ def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
                 yield LinesBlock(shard, size, path, is_text, start, start + stop, data, first)
                 num_read, start, first = num_read + size, start + stop, first + buffer.count(b"\n", 0, stop)
             buffer = buffer[stop:]
-
-
-def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Block]:
-    try:
-        records = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{path}: not JSON: {error}. Expected one array of records, or one record a line.") from error
-    yield from _record_blocks(path, shard, iter(records), lambda number: size * number // len(records))
 
 
 def _record_blocks(path: str, shard: int, records: Iterator[Any], bytes_read: Callable[[int], int]) -> Iterator[Block]:

@@ -113,12 +113,9 @@ def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTa
 
 def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
     """Raise MismatchError where a target's configuration has other sizes than a head, or lacks a layer that it taps."""
-    hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
-    for key, found, value, fits in (
-        ("hidden_size", hidden, head.target_hidden_size, hidden == head.target_hidden_size),
-        ("vocab_size", vocab, head.target_vocab, isinstance(vocab, int) and has_padding_of(head.target_vocab, vocab)),
-    ):
-        if isinstance(found, int) and not fits:
+    for key, value in {"hidden_size": head.target_hidden_size, "vocab_size": head.target_vocab}.items():
+        found = target.config.get(key)
+        if found is not None and not (has_padding_of(value, found) if key == "vocab_size" else value == found):
             problem = f"{key}: the head {head.location} expects {value}, found {found}"
             advice = "This is not the target that the head was trained for: give that one with --target."
             if key == "vocab_size" and 0 < found - value <= MAX_PADDING:
