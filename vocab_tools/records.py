@@ -3,8 +3,7 @@
 JSON lines and plain text are read as bytes, and each line is parsed by itself: the builders of `datasets` infer types
 from whole batches (the text "2024-01-01" comes back as a date, chats with and without tool calls do not fit together)
 and drop line breaks. A block of a plain local file is a range of bytes that the worker reads again; blocks of packed
-files, arrays, tables and files of the Hub carry bytes or rows. Fields of a .csv or .tsv file are text, whatever they
-look like.
+files, arrays, tables and files of the Hub carry bytes or rows. Every field of a .csv or .tsv file is text.
 """
 
 from __future__ import annotations
@@ -189,10 +188,7 @@ def cut_text(data: bytes) -> int:
 
 
 def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
-    """Cut a file into blocks, an array once it is read whole; raises what reading it raises.
-
-    `form` is the suffix of its content: ".txt", one of `SEPARATORS`, or else one of JSON.
-    """
+    """Cut a file in the form that a suffix names into blocks, an array whole; raises what reading it raises."""
     import fsspec
     import pyarrow as pa
 
