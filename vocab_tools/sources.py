@@ -36,6 +36,7 @@ READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
+_PRINTED_CHAT = re.compile(r"\s*\[\s*\{'(role|from|content|value)':")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
@@ -374,6 +375,10 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
     """Return the column to read and its kind, by the source's setting or a row of `_first_row`."""
     names = (name if isinstance(value, str) else f"{name} ({kind_of(value)})" for name, value in row.items())
     has = f"The records have {', '.join(names)}."
+    printed = [name for name, value in row.items() if isinstance(value, str) and _PRINTED_CHAT.match(value)]
+    if printed and source.column in (None, *printed):
+        problem = f"column {printed[0]!r} holds chats as Python prints them, as a table of fields is often written"
+        raise UsageError.at(source.location, f"{problem}. Write them as JSON (`json.dumps`), or in .jsonl or .parquet.")
     if source.column is not None:
         if source.column not in row:
             raise UsageError(f"{source.location}: there is no column {source.column!r}. {has}")

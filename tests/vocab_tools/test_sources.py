@@ -174,6 +174,8 @@ def test_no_column_stands_out(tmp_path):
         ({"id": "f00d", "text": 5}, None, r",column=NAME behind .* have id, text \(a value of type int\)"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
         ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
+        ({"messages": str(CHAT), "id": "x"}, None, "column 'messages' holds chats as Python prints them.*json.dumps"),
+        ({"text": "y", "messages": str(CHAT)}, "messages", "as Python prints them"),
     ):
         (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
         with pytest.raises(UsageError, match=words):
