@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,12 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
 
 def place_below(path: Path) -> str:
     """Tell where a missing configuration or tokenizer is below its folder, as in the Hub's cache; "" for nowhere."""
-    if path.name not in ("config.json", "tokenizer.json"):
-        return ""
-    found = next((one for depth in ("*", "*/*") for one in sorted(path.parent.glob(f"{depth}/{path.name}"))), None)
-    return "" if found is None else f"\nThere is one in {found.parent}: name that folder."
+    found: list[Path] = []
+    # Folders may come and go while they are searched, as those of /proc do.
+    with suppress(OSError):
+        if path.name in ("config.json", "tokenizer.json"):
+            found = [one for depth in ("*", "snapshots/*") for one in sorted(path.parent.glob(f"{depth}/{path.name}"))]
+    return f"\nThere is one in {found[0].parent}: name that folder." if found else ""
 
 
 def refuse_existing(path: str | Path, force: bool = False) -> Path:

@@ -62,8 +62,7 @@ class HeadTarget:
         # The type of the weights that engines take by default.
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
         dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
-        of_kind = {"target_layers": self.num_layers, "target_type": self.config.get("model_type")}
-        return {**of_kind, "target_dtype": dtype}
+        return {"target_layers": self.num_layers, "target_type": self.config.get("model_type"), "target_dtype": dtype}
 
 
 def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
