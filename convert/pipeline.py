@@ -135,14 +135,10 @@ def convert_head(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        count: counts a corpus.
         say: called, with a sentence, for each default that is used and each thing that is done.
 
-    Raises:
-        UsageError, OutputExistsError: contradictory arguments, or existing output; nothing was read.
-        SourceError, CheckpointError, UnsupportedHeadError, MismatchError: the inputs (see convert/errors.py).
-        CorpusError, TokenizerError, VocabularyError: the vocabulary (see vocab_tools/errors.py).
-        OutputError: the result cannot be written.
+    Raises UsageError and OutputExistsError before anything is read; for the inputs and the output the others of
+    convert/errors.py, for the vocabulary those of vocab_tools/errors.py.
     """
     done = []
     for plan in plan_conversion(head, options, count=count, say=say):

@@ -48,8 +48,7 @@ class CorpusSource:
     """One source of text.
 
     Attributes:
-        location: id of a Hub dataset, or a local file, folder or glob.
-        name: empty: made from the location.
+        location, name: id of a Hub dataset, or a local file, folder or glob, of which a name is made if none is given.
         weight: its share when sources are mixed, relative to the others.
         config, split, revision: of a Hub dataset; by default the only split, or "train".
         column: the column with the text or the chat; None: found by looking at the first records.

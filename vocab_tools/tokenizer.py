@@ -66,8 +66,7 @@ class LoadedTokenizer:
 
     Attributes:
         backend: truncation and padding are switched off.
-        source: Hub id or path as the user gave it.
-        revision: commit of the Hub repository, or None for local files.
+        source, revision: Hub id or path as the user gave it; commit of the repository, None for local files.
         chat_templates: Jinja sources by name; the usual single one is called "default".
         special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
         generation_config: generation_config.json, completed by the token ids that config.json names.
