@@ -20,6 +20,9 @@ from eagle_slim.vocab_tools.files import expand_home, sync
 
 from .errors import OutputError, OutputExistsError
 
+# Files that Finder and Explorer put into any folder that they show, or copy to another file system.
+_LEFT_BY_DESKTOPS = re.compile(r"\.DS_Store|\._.*|Thumbs\.db|desktop\.ini")
+
 
 @contextlib.contextmanager
 def atomic_directory(
@@ -81,14 +84,15 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         # Such as a name that is too long.
         if not isinstance(error, FileNotFoundError):
             raise _unwritable(out, str(error.strerror)) from error
-    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+    found = [path.name for path in out.iterdir() if not _LEFT_BY_DESKTOPS.fullmatch(path.name)] if out.is_dir() else []
+    if not os.path.lexists(out) or (out.is_dir() and not found):
         return
     if not force:
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
     problem = None if out.is_dir() else "it is a file"
     if problem is None and marker is not None and not (out / marker).is_file():
         problem = f"it holds files but no {marker}"
-    if problem is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(names, path.name)]):
+    if problem is None and (strange := [name for name in found if not re.fullmatch(names, name)]):
         problem = f"it holds {', '.join(sorted(strange)[:4])}"
     if problem is not None:
         advice = "Choose another name, or remove it yourself."

@@ -14,6 +14,10 @@ from eagle_slim.vocab_tools.errors import printable
 if TYPE_CHECKING:
     from .pipeline import Conversion
 
+_SIZES_HELP = "Rows of the LM head to keep; several sizes, repeatable; `full` keeps all, normalised."
+_FOR_HELP = "Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3)."
+_TAPS_HELP = "Target layers whose inputs the head reads, if its files are wrong."
+
 
 def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[int | str, ...] | None:
     """Read `32000`, `8192,16384,32000`, or `full`, once or several times."""
@@ -41,13 +45,7 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option(
-    "--draft-vocab",
-    multiple=True,
-    callback=_sizes,
-    metavar="N,N,...",
-    help="Rows of the LM head to keep; several sizes, repeatable; `full` keeps all, normalised.",
-)
+@click.option("--draft-vocab", multiple=True, callback=_sizes, metavar="N,N,...", help=_SIZES_HELP)
 @click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -61,21 +59,11 @@ Examples:
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
 @common.force_added_option
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(0, 2**31 - 1), help="Always keep this id.")
-@click.option(
-    "--for",
-    "flavour",
-    type=click.Choice(["sglang", "lmdeploy"]),
-    help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).",
-)
+@click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]), help=_FOR_HELP)
 @common.choice_option(
     "--d2t-form", ["auto", "offset", "absolute"], "Form of the head's map d2t, if its files do not show it."
 )
-@click.option(
-    "--tap-layers",
-    callback=common.whole_numbers,
-    metavar="L,L,...",
-    help="Target layers whose inputs the head reads, if its files are wrong.",
-)
+@click.option("--tap-layers", callback=common.whole_numbers, metavar="L,L,...", help=_TAPS_HELP)
 @click.option(
     "--gguf", callback=_refuse_gguf, is_flag=False, flag_value="", hidden=True, expose_value=False, help="Gone."
 )

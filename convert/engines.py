@@ -85,22 +85,17 @@ class HeadFacts:
     nonzero_fc_bias: bool = False
     dtype: str | None = None
     target_dtype: str | None = None
+    target_type: str | None = None
 
     @classmethod
     def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
         """Collect the facts of an open head; `known` are those that are not its own, such as the config to write."""
         is_tapped = head.kind == "eagle3" and names.FC in head.tensors
-        facts = cls(
-            kind=head.kind,
-            config=head.config,
-            tensor_names=frozenset(head.tensors),
-            draft_vocab=head.draft_vocab,
-            target_vocab=head.target_vocab,
-            num_taps=head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0,
-            nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
-            dtype=LONG_NAMES[head.dtype_name],
-        )
-        return replace(facts, **known)
+        own = {key: getattr(head, key) for key in ("kind", "config", "draft_vocab", "target_vocab")}
+        own["tensor_names"], own["dtype"] = frozenset(head.tensors), LONG_NAMES[head.dtype_name]
+        own["num_taps"] = head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0
+        own["nonzero_fc_bias"] = head.tensors.is_nonzero(names.FC_BIAS)
+        return cls(**own | known)
 
     def layers(self, key: str, shift: int = 0) -> tuple[int, ...] | None:
         """Return the list under a key (after a dot: in `eagle_config`), `shift` added to each layer; None without."""
@@ -299,7 +294,7 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Fault]:
 
 
 def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
-    is_tapped, layers = uses_aux_layers(head.config), head.target_layers
+    is_tapped, layers, is_gpt_oss = uses_aux_layers(head.config), head.target_layers, head.target_type == "gpt_oss"
     taps = tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else default_taps(layers)
     if head.num_taps == 1 and not head.config.get("target_hidden_size") and (engine == "sglang" or not is_tapped):
@@ -324,14 +319,15 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Fault]:
         second = top or head.layers("target_layer_ids", 1) or head.layers("eagle_config.layer_ids")
         readers = {"runner V1": top or nested, "runner V2": second}
         if engine == "sglang":
-            readers = {"it": head.layers(_NESTED_AUX, 1)}
+            names_inputs = is_gpt_oss and nested is not None and max(nested) == layers
+            readers = {"it": head.layers(_NESTED_AUX, 0 if names_inputs else 1)}
         wrong = [name for name, layers in readers.items() if (layers or default) != (taps or default)]
         if taps is not None and wrong:
             problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
             way = f"convert with --tap-layers {_joined(taps)}, which writes both keys"
             yield "warning", problem, way if head.has_sure_taps else _NAME_TARGET
-    # 0.5.23, `models/gpt_oss.py`: the layer's output is captured behind the loop, which `models/llama.py` does not.
-    if engine == "sglang" and layers is not None and layers in (taps or ()):
+    # 0.5.23, `models/gpt_oss.py`: its output is captured behind the loop, which `models/llama.py` does not.
+    if engine == "sglang" and layers is not None and layers in (taps or ()) and not is_gpt_oss:
         problem = "the last layer's output is captured of gpt-oss and few other targets, not of Llama or Qwen"
         yield "warning", problem, ""
 

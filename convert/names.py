@@ -166,7 +166,7 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
                 raise UnsupportedHeadError.at(where, problem)
     if kind == "eagle" and FC not in bare.values():
         problem = "neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight)"
-        raise UnsupportedHeadError.at(where, f"{problem}.\nFound {_some(ordered)}.")
+        raise UnsupportedHeadError.at(where, f"{problem}.\nFound {_some(ordered) or 'no tensors'}.")
 
     stored, dropped = dict[str, str](), dict[str, str]()
     for name, short in bare.items():

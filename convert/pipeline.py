@@ -96,10 +96,7 @@ class Conversion:
         manifest = self.manifest
         return {
             "folder": str(self.folder),
-            "kind": manifest.kind,
-            "draft_vocab": manifest.draft_vocab,
-            "target_vocab": manifest.target_vocab,
-            "num_forced": manifest.num_forced,
+            **{key: getattr(manifest, key) for key in ("kind", "draft_vocab", "target_vocab", "num_forced")},
             "rows": {"before": self.head.draft_vocab, "after": manifest.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
             "size_bytes": self.size_bytes,
@@ -138,14 +135,10 @@ def convert_head(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        count: counts a corpus.
         say: called, with a sentence, for each default that is used and each thing that is done.
 
-    Raises:
-        UsageError, OutputExistsError: contradictory arguments, or existing output; nothing was read.
-        SourceError, CheckpointError, UnsupportedHeadError, MismatchError: the inputs (see convert/errors.py).
-        CorpusError, TokenizerError, VocabularyError: the vocabulary (see vocab_tools/errors.py).
-        OutputError: the result cannot be written.
+    Raises UsageError and OutputExistsError before anything is read; for the inputs and the output the others of
+    convert/errors.py, for the vocabulary those of vocab_tools/errors.py.
     """
     done = []
     for plan in plan_conversion(head, options, count=count, say=say):
@@ -166,16 +159,8 @@ def plan_conversion(
     request, ranking = options.vocabulary, None
     if options.sizes != ("full",):
         cut = [size for size in options.sizes if isinstance(size, int)]
-        ranking = make_ranking(
-            inputs.unpadded_head,
-            request,
-            inputs.tokenizer,
-            embedded=inputs.is_builtin,
-            offline=options.offline,
-            count=count,
-            say=say,
-            sizes=cut,
-        )
+        known: dict[str, Any] = {"embedded": inputs.is_builtin, "offline": options.offline, "sizes": cut}
+        ranking = make_ranking(inputs.unpadded_head, request, inputs.tokenizer, count=count, say=say, **known)
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
     plans = []
@@ -256,9 +241,8 @@ def _plan(
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors = plan_tensors(head, lm_head, ids)
     config = config_of(head, rows, options.flavour)
-    dtype = None if inputs.target is None else inputs.target.dtype
-    known = {"target_layers": inputs.target_layers, "target_dtype": dtype}
-    facts = HeadFacts.of(head, config=config, draft_vocab=rows, **known)
+    of_target = {} if inputs.target is None else inputs.target.facts
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, **of_target)
     findings = conversion_findings(facts)
     notes = in_words([found for found in findings if options.flavour in ("default", found.engine)])
     manifest = _manifest(inputs, options, ranking, vocab, notes)
@@ -342,8 +326,8 @@ def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
 def _describe_target(inputs: Inputs) -> dict[str, Any]:
     if inputs.target is not None:
         config = inputs.target.config
-        sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
-        return {**inputs.target.provenance, **sizes}
+        named = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+        return {**inputs.target.provenance, **{key: config[key] for key in named if key in config}}
     if inputs.choice is not None and inputs.choice.reason == targets.RECORDED:
         assert inputs.source.manifest is not None
         return inputs.source.manifest.target

@@ -59,13 +59,9 @@ class VocabRequest:
             check_named(path)
         check_choice("order", self.order, (None, "ids"))
         check_choice("force_added", self.force_added, ("chat", "all"))
-        given = {
-            "--counts": self.counts,
-            "--token-map": self.token_map,
-            "--dataset": self.corpus,
-            "--order": self.order,
-        }
-        used = [name for name, value in given.items() if value is not None and value != ()]
+        given = (self.counts, self.token_map, self.corpus, self.order)
+        options = ("--counts", "--token-map", "--dataset", "--order")
+        used = [name for name, value in zip(options, given, strict=True) if value is not None and value != ()]
         if len(used) > 1:
             raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
         if (self.weights or self.floors) and (self.token_map is not None or self.order is not None):

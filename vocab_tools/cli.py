@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .token_maps import D2TForm, Loader
     from .vocabulary import DraftVocab
 
+_FOR_HELP = "Who will read the file; head: d2t and t2d, for heads and trainers."
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _vocabulary_argument = click.argument("vocabulary", metavar="VOCAB")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
@@ -46,11 +48,12 @@ def vocab() -> None:
 vocab.add_command(count)
 
 
-@vocab.command(
-    epilog=common.example(
-        "eagle-vocab merge chat.counts.safetensors code.counts.safetensors -w chat=3 --out mix.counts.safetensors"
-    )
-)
+def _command(example: str, name: str | None = None) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of the group, whose help ends in an example."""
+    return vocab.command(name, epilog=common.example(f"eagle-vocab {example}"))
+
+
+@_command("merge chat.counts.safetensors code.counts.safetensors -w chat=3 --out mix.counts.safetensors")
 @_counts_argument
 @_weight_option
 @_out_option
@@ -69,11 +72,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     click.echo(f"wrote {path}")
 
 
-@vocab.command(
-    epilog=common.example(
-        "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"
-    )
-)
+@_command("rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json")
 @_counts_argument
 @tokenizer_options
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids; default: all ranked ids.")
@@ -118,21 +117,14 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
 
-@vocab.command(epilog=common.example("eagle-vocab coverage vocab.json chat.counts.safetensors --sizes 8192,16384"))
+@_command("coverage vocab.json chat.counts.safetensors --sizes 8192,16384")
 @_vocabulary_argument
 @_counts_argument
 @click.option("--sizes", callback=common.whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
 @_weight_option
 @common.floor_option
 @common.json_option
-def coverage(
-    vocabulary: str,
-    counts: tuple[str, ...],
-    sizes: tuple[int, ...] | None,
-    weights: tuple[str, ...],
-    floors: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def coverage(vocabulary: str, counts: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Measure the share of held-out text that VOCAB covers, the least covered source first.
 
     VOCAB may be any tool's list. Beside it stand as many of the first ids in id order, and as many ranked here by the
@@ -141,13 +133,14 @@ def coverage(
     from .coverage import measure_coverage
     from .ranking import rank_vocabulary
 
-    read, loaded, weight_of = _import(vocabulary, None), _load_counts(counts), common.parse_shares("--weights", weights)
+    read, loaded = _import(vocabulary, None), _load_counts(counts)
+    weights = common.parse_shares("--weights", options["weights"])
     # As a list would be ranked here: with the forced ids of the list, over the same rows.
     target_vocab = max(read.target_vocab, loaded.vocab_size)
     forced = read.target_ids[: read.num_forced if read.ranked else 0].tolist()
-    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=weight_of)
-    floor_of = common.parse_shares("--floor", floors)
-    report = measure_coverage(read, loaded, sizes, weight_of, beside=beside, floors=floor_of)
+    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=weights)
+    floors = common.parse_shares("--floor", options["floors"])
+    report = measure_coverage(read, loaded, options["sizes"], weights, beside=beside, floors=floors)
     common.warn(report.warnings)
     if as_json:
         common.emit_json(report.to_json())
@@ -156,9 +149,7 @@ def coverage(
     click.echo(f"{report.table()}\n{uncounted}, never occur in the counted text")
 
 
-@vocab.command(
-    epilog=common.example("eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors")
-)
+@_command("show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors")
 @_vocabulary_argument
 @tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to sort the left-out ids by.")
@@ -177,9 +168,7 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
         click.echo(listing.text())
 
 
-@vocab.command(
-    name="import", epilog=common.example("eagle-vocab import freq_32768.pt --tokenizer Qwen/Qwen3-8B --out vocab.json")
-)
+@_command("import freq_32768.pt --tokenizer Qwen/Qwen3-8B --out vocab.json", name="import")
 @click.argument("file", metavar="MAP")
 @partial(tokenizer_options, required=False)
 @_target_vocab_option
@@ -210,44 +199,26 @@ def import_command(
         click.echo(f"{read.size} of {read.target_vocab} ids ({read.provenance.get('form', 'own form')}); wrote {path}")
 
 
-@vocab.command(
-    epilog=common.example("eagle-vocab export vocab.json qwen.pt --for sglang --size 32768 --target Qwen/Qwen3.5-27B")
-)
+@_command("export vocab.json qwen.pt --for sglang --size 32768 --target Qwen/Qwen3.5-27B")
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
-@click.option(
-    "--for",
-    "loader",
-    type=click.Choice(LOADERS),
-    required=True,
-    help="Who will read the file; head: d2t and t2d, for heads and trainers.",
-)
+@click.option("--for", "loader", type=click.Choice(LOADERS), required=True, help=_FOR_HELP)
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
 @click.option("--offline", is_flag=True, help="Read the target from the local Hub cache only.")
 @_target_vocab_option
 @common.force_option
 @common.json_option
-def export(
-    vocabulary: str,
-    out: str,
-    loader: Loader,
-    size: int | None,
-    target: str | None,
-    offline: bool,
-    target_vocab: int | None,
-    force: bool,
-    as_json: bool,
-) -> None:
+def export(vocabulary: str, out: str, loader: Loader, force: bool, as_json: bool, **options: Any) -> None:
     """Write VOCAB as an engine's loader reads it, and print limits that the loader does not report."""
     from .target import read_target
     from .token_maps import export_token_map
     from .vocabulary import doubts_of_rank, lost_floors, uncounted_warning
 
     path = refuse_existing(out, force)
-    facts = None if target is None else read_target(target, offline)
-    exported = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
-    if size is not None:
+    facts = None if options["target"] is None else read_target(options["target"], options["offline"])
+    exported = _import(vocabulary, options["target_vocab"] or (None if facts is None else facts.vocab_size))
+    if (size := options["size"]) is not None:
         if exported.is_token_map:
             common.warn(doubts_of_rank(exported.target_ids, size))
         common.warn(lost_floors(exported, size))

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+_KWARGS_HELP = "Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object."
+_HELD_OUT_HELP = "Share of the documents held out of the counts, by a hash of their text, to measure coverage on."
 SOURCE_HELP = """\b
-A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, each also .gz, .zst or .bz2,
-and .parquet):
+A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, .csv, .tsv, each also .gz, .zst
+or .bz2, and .parquet):
   [NAME=]LOCATION[,KEY=VALUE...]
 KEY is one of these. Amounts may have a unit (10M). Quote globs.
   weight         its share beside the other sources
@@ -60,21 +62,9 @@ Example:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @tokenizer_options
 @click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template.")
-@click.option(
-    "--chat-template-kwargs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object.",
-)
+@click.option("--chat-template-kwargs", multiple=True, metavar="KEY=VALUE", help=_KWARGS_HELP)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
-@click.option(
-    "--held-out",
-    type=float,
-    default=0.01,
-    show_default=True,
-    metavar="F",
-    help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
-)
+@click.option("--held-out", type=float, default=0.01, show_default=True, metavar="F", help=_HELD_OUT_HELP)
 @choice_option("--on-error", ["stop", "skip"], "On an unreadable record: stop, or skip it and count it as skipped.")
 @choice_option(
     "--tokenizer-library",
@@ -89,28 +79,18 @@ Example:
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @force_option
 @json_option
-def count(
-    sources: tuple[str, ...],
-    tokenizer: str,
-    tokenizer_revision: str | None,
-    offline: bool,
-    chat_template: str | None,
-    chat_template_kwargs: tuple[str, ...],
-    out: str,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def count(sources: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
     from .files import read_text, refuse_existing
     from .sources import parse_source
 
     path, corpus = refuse_existing(out, force), [parse_source(source) for source in sources]
-    loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
-    if chat_template is not None or chat_template_kwargs:
-        template = None if chat_template is None else read_text(chat_template, UsageError)
-        loaded = loaded.with_chat_template(template, _template_kwargs(chat_template_kwargs))
+    loaded = named_tokenizer(*(options.pop(name) for name in ("tokenizer", "tokenizer_revision", "offline")))
+    given, kwargs = options.pop("chat_template"), options.pop("chat_template_kwargs")
+    if given is not None or kwargs:
+        template = None if given is None else read_text(given, UsageError)
+        loaded = loaded.with_chat_template(template, _template_kwargs(kwargs))
     counts = count_tokens(corpus, loaded, notify=note, **options)
     counts.save(path)
     if as_json:

@@ -255,9 +255,10 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     """
     if not items:
         raise UsageError("Nothing to merge: name at least one counts file.")
-    hashes, sizes = sorted({str(item.tokenizer_hash) for item in items}), sorted({item.vocab_size for item in items})
-    if len(hashes) > 1:
-        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {', '.join(hashes)}.")
+    made_with = [f"{source.name}: {item.tokenizer_hash}" for item in items for source in item.sources]
+    sizes = sorted({item.vocab_size for item in items})
+    if len({item.tokenizer_hash for item in items}) > 1:
+        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {'; '.join(made_with)}.")
     if len(sizes) > 1:
         raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.")
     by_name: dict[str, list[SourceCounts]] = {}

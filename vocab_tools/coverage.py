@@ -152,11 +152,10 @@ def measure_coverage(
     Args:
         counts: sources without a held-out part are measured on the counted text, with a warning.
         sizes: draft-vocabulary sizes to measure; default powers of two up to the vocabulary's own size.
-        weights: share of each source in the mean, by name.
+        weights, floors: by the source's name, share in the mean, and share of its tokens that must be covered.
         draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: the largest.
         candidates: ids that a vocabulary could hold, of which the baseline takes the first. Default all.
         beside: another vocabulary, of at least the same sizes, to measure on the same text.
-        floors: share of a source's tokens that must be covered, by name.
 
     Raises TokenizerError where vocabulary and counts are of different tokenizers; UsageError for a size outside what
     the vocabulary ranks, or a floor of an unknown source; VocabularyError for a source without tokens.

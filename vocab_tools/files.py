@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,13 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
     path = Path(path)
     try:
         state = path.stat()
-        mode = state.st_mode
-        is_pointer = stat.S_ISREG(mode) and state.st_size < 1024 and path.read_bytes().startswith(_LFS_POINTER)
+        mode, start = state.st_mode, b""
+        if stat.S_ISREG(mode):
+            with path.open("rb") as file:
+                start = file.read(len(_LFS_POINTER))
+        is_pointer = start == _LFS_POINTER and state.st_size < 1024
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise error_type(f"{path}: no such {what}.") from error
+        raise error_type(f"{path}: no such {what}.{place_below(path)}") from error
     except OSError as error:
         raise error_type(f"{path}: cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(mode):
@@ -47,6 +51,16 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
         advice = "Run `git lfs pull` in that folder, or fetch the repository with `hf download`."
         raise error_type(f"{path}: this is a Git LFS pointer, not the {what}.\n{advice}")
     return path
+
+
+def place_below(path: Path) -> str:
+    """Tell where a missing configuration or tokenizer is below its folder, as in the Hub's cache; "" for nowhere."""
+    found: list[Path] = []
+    # Folders may come and go while they are searched, as those of /proc do.
+    with suppress(OSError):
+        if path.name in ("config.json", "tokenizer.json"):
+            found = [one for depth in ("*", "snapshots/*") for one in sorted(path.parent.glob(f"{depth}/{path.name}"))]
+    return f"\nThere is one in {found[0].parent}: name that folder." if found else ""
 
 
 def refuse_existing(path: str | Path, force: bool = False) -> Path:

@@ -28,6 +28,8 @@ _TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response"
 TEMPLATE_REASONING = ("reasoning_content", "thinking", "reasoning")
 _REASONING = (*TEMPLATE_REASONING, "thought", "thoughts", "reasoning_text", "reasoning_details", "thinking_blocks")
 _ARGUMENTS = ("arguments", "input", "args", "parameters")
+# Parts of the first messages, which may hold tools alone.
+_OF_HARMONY = ("system_content", "developer_content")
 _MEDIA = re.compile("image|audio|video|file|document")
 
 
@@ -61,7 +63,8 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
     ShareGPT's {"from", "value"} with its role names is understood, its function_call and OpenAI's old one become tool
     calls, and a list may be stored as JSON text. Keys without a value are dropped, because tables add them to every
     row. What an assistant says elsewhere is brought where templates look for it: reasoning of any name and parts that
-    are thoughts become `reasoning_content`, parts that are calls `tool_calls`, a refusal and other parts text.
+    are thoughts become `reasoning_content`, parts that are calls `tool_calls`, a refusal and other parts text. Messages
+    on harmony's channels are joined to turns.
 
     Raises ChatError for what is no chat, for an unknown role, and for an assistant's message without a word.
     """
@@ -69,7 +72,7 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
         value = messages_in_text(value) or value
     if not isinstance(value, list) or not value:
         raise ChatError(f"expected a list of messages, found {'an empty list' if value == [] else kind_of(value)}")
-    messages = [_normalise(message, position) for position, message in enumerate(value)]
+    messages = _by_turn([_normalise(message, position) for position, message in enumerate(value)])
     if any(message["role"] == _CALL or "function_call" in message for message in messages):
         messages = _with_tool_calls(messages)
     return messages
@@ -117,6 +120,29 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
     return {"role": role, "content": content, **rest}
 
 
+def _by_turn(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join an assistant's messages on harmony's channels: thoughts and preambles to the answer or call behind them."""
+    turns: list[dict[str, Any]] = []
+    is_open = False
+    for message in messages:
+        channel, recipient = message.get("channel"), message.get("recipient") or "all"
+        is_on_channel = message["role"] == "assistant" and channel in ("analysis", "commentary", "final")
+        is_call = is_on_channel and recipient not in ("all", "user")
+        if is_on_channel:
+            text = content_text(message)
+            call = {"name": str(recipient).removeprefix("functions."), "arguments": text}
+            said = {"reasoning_content": text} if channel == "analysis" else {}
+            message = {**message, "content": None, **({_CALL: call} if is_call else said or {"content": text})}
+            before = turns.pop() if is_open else {}
+            for key in ("content", "reasoning_content"):
+                if texts := [each[key] for each in (before, message) if each.get(key)]:
+                    message[key] = "\n".join(texts)
+            message = {**before, **message}
+        turns.append(message)
+        is_open = is_on_channel and not is_call and channel != "final"
+    return turns
+
+
 def _sorted_parts(parts: list[Any], role: str) -> tuple[list[Any], list[str], list[Any]]:
     """Sort the parts of a content: text and media, thoughts of an assistant, and its tool calls."""
     kept: list[Any] = []
@@ -132,8 +158,8 @@ def _sorted_parts(parts: list[Any], role: str) -> tuple[list[Any], list[str], li
         elif role == "assistant" and words and re.search("think|thought|reason", kind):
             thoughts.append(words)
         else:
-            is_text = words is not None and not _MEDIA.search(kind)
-            kept.append({"type": "text", "text": words} if is_text else part)
+            is_text = (words is not None and not _MEDIA.search(kind)) or kind in _OF_HARMONY
+            kept.append({"type": "text", "text": words or ""} if is_text else part)
     return kept, thoughts, calls
 
 
@@ -145,7 +171,8 @@ def words_of(value: Any) -> str | None:
     if isinstance(value, list):
         return "\n".join(filter(None, map(words_of, value))) or None
     if isinstance(value, Mapping):
-        keys = map(str, ("text", value.get("type"), "content", "summary", "transcript"))
+        named = ("text", value.get("type"), "content", "summary", "transcript", "instructions", "model_identity")
+        keys = map(str, named)
         return next((words for key in keys if (words := words_of(value.get(key)))), None)
     return value if isinstance(value, str) else None
 

@@ -124,8 +124,7 @@ def rank_by_order(
     Args:
         order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
             real ids ascending, which for BPE is merge order.
-        size: number of ids, kept exactly; default all of the order.
-        tokenizer, forced, candidates, target_vocab: as in `rank_vocabulary`; one of the first and the last is needed.
+        size, tokenizer, forced, candidates, target_vocab: as in `rank_vocabulary`; `tokenizer` or the last is needed.
 
     Raises UsageError for a size that does not fit, and without tokenizer and target_vocab; VocabularyError for ids that
     break a rule; TokenizerError for an order or candidates that were made with another tokenizer.

@@ -3,15 +3,18 @@
 JSON lines and plain text are read as bytes, and each line is parsed by itself: the builders of `datasets` infer types
 from whole batches (the text "2024-01-01" comes back as a date, chats with and without tool calls do not fit together)
 and drop line breaks. A block of a plain local file is a range of bytes that the worker reads again; blocks of packed
-files, arrays, tables and files of the Hub carry bytes or rows.
+files, arrays, tables and files of the Hub carry bytes or rows. Every field of a .csv or .tsv file is text.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ from .errors import CorpusError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""Suffixes of tables of fields, and what separates the fields."""
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Suffixes of packed files, and Arrow's names of their formats."""
 BLOCK_BYTES = 4 << 20
@@ -182,21 +187,31 @@ def cut_text(data: bytes) -> int:
 # Files
 
 
-def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
-    """Cut a file of lines or text, or an array, which is read whole, into blocks; raises what reading it raises."""
+def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
+    """Cut a file in the form that a suffix names into blocks, an array whole; raises what reading it raises."""
     import fsspec
     import pyarrow as pa
 
+    is_text = form == ".txt"
     num_read = start = first = 0
     buffer = b""
     suffix = Path(path).suffix.lower()
     is_plain = suffix not in PACKED and "://" not in path
     with fsspec.open(path, "rb") if "://" in path else Path(path).open("rb") as packed:
         file = pa.CompressedInputStream(packed, PACKED[suffix]) if suffix in PACKED else packed
+        if form in SEPARATORS:
+            # It closes the file once nobody holds it.
+            text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+            yield from _record_blocks(path, shard, _fields(path, text, SEPARATORS[form]), lambda _: packed.tell())
+            return
         ahead = file.read(BLOCK_BYTES)
         if not is_text and ahead.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            data = ahead + file.read()
-            yield from _array_blocks(path, shard, packed.tell(), data)
+            try:
+                records, size = json.loads(ahead + file.read()), packed.tell()
+            except (ValueError, RecursionError) as error:
+                expected = "Expected one array of records, or one record a line"
+                raise CorpusError(f"{path}: not JSON: {error}. {expected}.") from error
+            yield from _record_blocks(path, shard, iter(records), lambda number: size * number // len(records))
             return
         while buffer or ahead:
             buffer, ahead = buffer + ahead, file.read(BLOCK_BYTES)
@@ -213,20 +228,40 @@ def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
             buffer = buffer[stop:]
 
 
-def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Block]:
-    try:
-        records = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{path}: not JSON: {error}. Expected one array of records, or one record a line.") from error
+def _record_blocks(path: str, shard: int, records: Iterator[Any], bytes_read: Callable[[int], int]) -> Iterator[Block]:
+    """Write records as lines of JSON; `bytes_read`: how much of the file has been read with the first N of them."""
+    first = num_read = 0
     lines = bytearray()
-    first = 0
-    for number, record in enumerate(records, 1):
-        lines += json.dumps(record).encode() + b"\n"
-        if len(lines) >= BLOCK_BYTES or number == len(records):
-            block_size = size * number // len(records) - size * first // len(records)
-            yield LinesBlock(shard, block_size, path, False, 0, len(lines), bytes(lines), first, "record")
+    for number, line in enumerate(itertools.chain(map(json.dumps, records), [""])):
+        if lines and (not line or len(lines) >= BLOCK_BYTES):
+            size = bytes_read(number) - num_read
+            yield LinesBlock(shard, size, path, False, 0, len(lines), bytes(lines), first, "record")
+            first, num_read = number, num_read + size
             lines.clear()
-            first = number
+        lines += line.encode() + b"\n"
+
+
+def _fields(path: str, text: io.TextIOWrapper, separator: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table of fields by the names in its first line; CorpusError with the line where it breaks."""
+    # Python's limit is the same for every reader of the process, and lower than a long chat.
+    csv.field_size_limit(sys.maxsize)
+    table = csv.reader(text, delimiter=separator, strict=True)
+    rows = filter(None, table)
+    try:
+        names = next(rows, [])
+        if len({*names}) < len(names):
+            raise csv.Error(f"two columns have one name, of {', '.join(names)}; rename one of them")
+        if len(names) == 1 and any(other in names[0] for other in ",;\t|"):
+            separated = "fields are separated by commas in .csv, by tabs in .tsv"
+            raise csv.Error(f"found one column {names[0]!r}: {separated}")
+        for row in rows:
+            if len(row) != len(names):
+                raise csv.Error(f"expected {len(names)} fields, as in the first line, found {len(row)}")
+            yield dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise CorpusError(f"{path}, line {table.line_num}: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path}: not UTF-8 text behind line {table.line_num}: {error}.") from error
 
 
 # Tables: Parquet files, and what `datasets` streams

@@ -24,18 +24,19 @@ from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
 from .messages import ChatError, kind_of, messages_in_text, normalise_messages
-from .records import BATCH_ROWS, PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
+from .records import BATCH_ROWS, PACKED, SEPARATORS, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content")
-FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet")
 READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), and .parquet"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
+_PRINTED_CHAT = re.compile(r"\s*\[\s*\{'(role|from|content|value)':")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
@@ -47,8 +48,7 @@ class CorpusSource:
     """One source of text.
 
     Attributes:
-        location: id of a Hub dataset, or a local file, folder or glob.
-        name: empty: made from the location.
+        location, name: id of a Hub dataset, or a local file, folder or glob, of which a name is made if none is given.
         weight: its share when sources are mixed, relative to the others.
         config, split, revision: of a Hub dataset; by default the only split, or "train".
         column: the column with the text or the chat; None: found by looking at the first records.
@@ -250,7 +250,7 @@ class OpenSource:
                 if _format_of(file.path) == ".parquet":
                     yield from parquet_blocks(file.path, shard, file.size or 0, self.column)
                 else:
-                    yield from file_blocks(file.path, shard, _format_of(file.path) == ".txt")
+                    yield from file_blocks(file.path, shard, _format_of(file.path))
                 return
             stream = self.table.shard(num_shards=self.num_shards, index=shard)
             if self.column in (stream.column_names or ()):
@@ -302,12 +302,14 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
         revision = commit[1] if commit else source.revision
         origin = {"dataset": location, "config": builder.config.name, "revision": revision}
         kind = type(builder).__module__.rpartition(".")[2]
-        # Read line by line: see records.py. A field of one large object is left to the builder.
-        if kind in ("json", "text") and getattr(builder.config, "field", None) is None and not offline:
+        # Read record by record: see records.py. A field of one large object is left to the builder.
+        if kind in ("json", "text", "csv") and getattr(builder.config, "field", None) is None and not offline:
             split = _choose_split(location, source.split, list(map(str, builder.config.data_files)))
             paths = map(str, builder.config.data_files[split])
             files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in paths)
-            if all(_format_of(file.path) for file in files):
+            forms = {_format_of(file.path) for file in files}
+            separators = {SEPARATORS.get(form) for form in forms}
+            if "" not in forms and (kind != "csv" or ({builder.config.sep} == separators and not builder.config.names)):
                 return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
         # The commit, not the branch, so that the stream reads the files that were looked at.
         loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)
@@ -372,6 +374,10 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
     """Return the column to read and its kind, by the source's setting or a row of `_first_row`."""
     names = (name if isinstance(value, str) else f"{name} ({kind_of(value)})" for name, value in row.items())
     has = f"The records have {', '.join(names)}."
+    printed = [name for name, value in row.items() if isinstance(value, str) and _PRINTED_CHAT.match(value)]
+    if printed and source.column in (None, *printed):
+        problem = f"column {printed[0]!r} holds chats as Python prints them, as a table of fields is often written"
+        raise UsageError.at(source.location, f"{problem}. Write them as JSON (`json.dumps`), or in .jsonl or .parquet.")
     if source.column is not None:
         if source.column not in row:
             raise UsageError(f"{source.location}: there is no column {source.column!r}. {has}")

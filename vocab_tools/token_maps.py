@@ -52,8 +52,7 @@ _PICKLES = (".pt", ".pth", ".bin")
 
 # Endings of the names of each loader's files, and whether ids stand in them in rank order.
 _FORMS: dict[Loader, tuple[tuple[str, ...], bool]] = {
-    "sglang": (_PICKLES, True),
-    "fr-spec": (_PICKLES, True),
+    **dict.fromkeys(("sglang", "fr-spec"), (_PICKLES, True)),
     "vllm": ((".json", *_PICKLES), False),
     "vllm-mtp": ((".txt", ".npy"), False),
     "mtplx": ((".json",), True),

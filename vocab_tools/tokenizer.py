@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import MissingTokenizerFileError, SourceError, TokenizerError, UsageError
-from .files import expand_home, read_object, read_text, regular_file
+from .files import expand_home, place_below, read_object, read_text, regular_file
 from .hub import built_in_folder, find_folder
 from .target import language_configs
 
@@ -66,8 +66,7 @@ class LoadedTokenizer:
 
     Attributes:
         backend: truncation and padding are switched off.
-        source: Hub id or path as the user gave it.
-        revision: commit of the Hub repository, or None for local files.
+        source, revision: Hub id or path as the user gave it; commit of the repository, None for local files.
         chat_templates: Jinja sources by name; the usual single one is called "default".
         special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
         generation_config: generation_config.json, completed by the token ids that config.json names.
@@ -243,7 +242,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if not file.is_file():
         way = f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER"
         advice = f"Make one with transformers, where you trust the code of the repository: {way}."
-        raise MissingTokenizerFileError(f"{source}: no {_TOKENIZER}. {advice}")
+        raise MissingTokenizerFileError(f"{source}: no {_TOKENIZER}. {place_below(file).strip() or advice}")
     regular_file(file, TokenizerError)
     try:
         backend = Tokenizer.from_file(str(file))

@@ -176,15 +176,9 @@ class DraftVocab:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form that `load` reads."""
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "target_vocab": self.target_vocab,
-            "num_forced": self.num_forced,
-            "ranked": self.ranked,
-            "provenance": dict(self.provenance),
-            "target_ids": self.target_ids.tolist(),
-        }
+        facts = {key: getattr(self, key) for key in ("target_vocab", "num_forced", "ranked")}
+        chosen = {"provenance": dict(self.provenance), "target_ids": self.target_ids.tolist()}
+        return {"format": _FORMAT, "version": _VERSION, **facts, **chosen}
 
     @classmethod
     def load(cls, path: str | Path) -> DraftVocab:

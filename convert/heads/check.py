@@ -107,10 +107,12 @@ def settle_taps(
     count = tensors.shape(names.FC)[-1] // target_hidden
     check_shapes(tensors, {names.FC: fc_shape(config, count)}, where)
     stated = config.get("num_aux_hidden_states") or count
-    if count != (3 if taps is None else len(taps)) or count != stated:
-        problem = f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}"
-        advice = f"Name the {count} layers whose inputs the head reads with --tap-layers."
-        raise MismatchError.at(where, f"{problem}.\n{advice}")
+    if count != stated:
+        raise MismatchError.of_key(where, "num_aux_hidden_states", f"{count}, as fc.weight takes", stated)
+    if count != (3 if taps is None else len(taps)):
+        named = f"{TAPS_FLAG if given else 'the configuration'} names {list(taps or ()) or 'none'}"
+        advice = f"Name the {count} layers whose inputs the head reads with {TAPS_FLAG}."
+        raise MismatchError.at(where, f"fc.weight takes {count} captured layers, {named}.\n{advice}")
     norms = [name for name in tensors if name.startswith("fc_norm.")]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         problem = f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head."

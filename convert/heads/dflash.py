@@ -23,9 +23,7 @@ from .taps import TAPS_FLAG, layer_ids, section, tap_layers
 QWEN3_DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 32),
     "head_dim": 128,
     "vocab_size": 151936,
     "hidden_act": "silu",

@@ -178,15 +178,18 @@ def _target_ids(
     """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`."""
     vocab, stated = config["vocab_size"], config.get("draft_vocab_size")
     rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
+    is_tied = tensors.stored.get(names.LM_HEAD) == tensors.stored.get(names.EMBEDDING)
     # Trainers store the trivial map of a full vocabulary too: zero offsets, every token allowed.
     is_trivial = (d2t is None or (len(d2t) == vocab and not d2t.any())) and (t2d is None or bool(t2d.all()))
     problem, advice = None, "Fetch the complete head."
     if is_trivial:
-        if rows not in (None, vocab):
+        if rows is not None and rows > vocab:
+            problem, advice = f"lm_head.weight has {rows} rows, and vocab_size is {vocab}", "Correct config.json."
+        elif rows not in (None, vocab):
             problem = f"lm_head.weight has {rows} rows of {vocab}, and no d2t says which tokens they are"
         elif stated not in (None, vocab):
             problem = f"draft_vocab_size is {stated}, but there is no lm_head.weight of so many rows, and no d2t"
-    elif rows is None:
+    elif rows is None or (d2t is not None and len(d2t) < rows and is_tied):
         problem = "a map (d2t, t2d) without lm_head.weight: the rows that were trained with it are missing"
     elif d2t is None:
         problem = "t2d without d2t: which row of lm_head.weight belongs to which token is not known"

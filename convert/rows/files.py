@@ -43,12 +43,9 @@ FLOATS = ("BF16", "F16", "F32")
 # All exponent bits set: infinity, and above it NaN.
 _INFINITY_BITS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
-WEIGHTS_PREFERENCE = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHTS_PREFERENCE = [
+    f"{file}{end}" for file in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")
+]
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 WEIGHTS = re.compile(r"(?!training_args|optimizer|scheduler|scaler|consolidated)[^/]*\.(safetensors|bin)")
 """Names of files that an engine may read a head from: no state of a trainer, and not Mistral's copy of a model.
@@ -113,7 +110,7 @@ def choose_weights(names: list[str], where: str) -> str:
         return plain[0]
     found = f"Found {', '.join(plain[:5] or sorted(names)[:8]) or 'no files'}."
     problem = f"no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}. {found}"
-    advice = "Give the file that is meant one of these names, or name a sub-folder of a head with --subfolder."
+    advice = "Fetch them, give the file that is meant such a name, or name a sub-folder of a head with --subfolder."
     if any("-of-" in name for name in names):
         advice = "These are shards without their index: fetch the .index.json too, or save the head as one file."
     raise CheckpointError.at(where, f"{problem}\n{advice}")

@@ -136,7 +136,9 @@ def _head_names(names: Sequence[str], where: str, subfolder: str) -> list[str]:
     beside = [name.rpartition("/")[2] for name in names if folder_of[name] == subfolder]
     if subfolder and not beside:
         raise _no_subfolder(where, subfolder, folder_of.values())
-    chosen = [*(name for name in beside if name in _HEAD_FILES), choose_weights(beside, _joined(where, subfolder))]
+    # Where there are no weights, the message names the folders, too.
+    listed = [*beside, *(f"{folder}/" for folder in sorted({*folder_of.values()} - {subfolder, ""}))]
+    chosen = [*(name for name in beside if name in _HEAD_FILES), choose_weights(listed, _joined(where, subfolder))]
     above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
     return [_joined(subfolder, name) for name in chosen] + above
 

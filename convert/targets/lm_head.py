@@ -49,7 +49,9 @@ class LmHead:
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         if len(rows) and (last := int(rows.max())) >= self.info.num_rows:
             problem = f"{self.name} has {self.info.num_rows} rows, none for id {last} of the head's {head.target_vocab}"
-            raise MismatchError.at(self.where, f"{problem}.\nGive a number of rows with --draft-vocab.")
+            is_full = len(target_ids) == head.target_vocab
+            advice = "Give a number of rows with --draft-vocab." if is_full else "Fetch the target's weights again."
+            raise MismatchError.at(self.where, f"{problem}.\n{advice}")
         return SourceRows(self.checkpoint, self.name, self.dtype_written(head), self.where, rows, target_ids)
 
 

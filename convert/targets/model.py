@@ -57,10 +57,12 @@ class HeadTarget:
         return warnings + position_warnings(head.config, self.config)
 
     @property
-    def dtype(self) -> str | None:
-        """Type of the weights that engines take by default, such as "bfloat16"; None where it is not said."""
-        found = self.config.get("dtype") or self.config.get("torch_dtype")
-        return found.removeprefix("torch.") if isinstance(found, str) else None
+    def facts(self) -> dict[str, Any]:
+        """Facts about it that engines differ on, as `engines.HeadFacts` names them; None for what is not said."""
+        # The type of the weights that engines take by default.
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+        return {"target_layers": self.num_layers, "target_type": self.config.get("model_type"), "target_dtype": dtype}
 
 
 def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
@@ -110,14 +112,13 @@ def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTa
 
 def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
     """Raise MismatchError where a target's configuration has other sizes than a head, or lacks a layer that it taps."""
-    hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
-    for key, found, value, fits in (
-        ("hidden_size", hidden, head.target_hidden_size, hidden == head.target_hidden_size),
-        ("vocab_size", vocab, head.target_vocab, isinstance(vocab, int) and has_padding_of(head.target_vocab, vocab)),
-    ):
-        if isinstance(found, int) and not fits:
+    for key, value in {"hidden_size": head.target_hidden_size, "vocab_size": head.target_vocab}.items():
+        found = target.config.get(key)
+        if found is not None and not (has_padding_of(value, found) if key == "vocab_size" else value == found):
             problem = f"{key}: the head {head.location} expects {value}, found {found}"
             advice = "This is not the target that the head was trained for: give that one with --target."
+            if key == "vocab_size" and 0 < found - value <= MAX_PADDING:
+                advice = f"The head lacks the last {found - value} ids, be they padding or tokens. {advice}"
             raise MismatchError.at(f"target {target.name}", f"{problem}.\n{advice}")
     head.taps(target.num_layers)
 

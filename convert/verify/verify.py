@@ -104,10 +104,9 @@ def verify_artifact(
 
 
 def _check_engine(parts: ArtifactParts, engine: str, version: str | None, sources: _SourceChecks) -> Outcome:
-    dtype = None if sources.target is None else sources.target.dtype
-    vocab, layers = parts.manifest.draft_vocab, parts.target_layers
-    known: dict[str, Any] = {"draft_vocab": vocab, "target_layers": layers, "target_dtype": dtype}
-    facts = HeadFacts.of(parts.head, config=parts.config, **known)
+    opened, recorded = sources.target, {"target_type": parts.manifest.target.get("model_type")}
+    of_target = {**(recorded if opened is None else opened.facts), "target_layers": parts.target_layers}
+    facts = HeadFacts.of(parts.head, config=parts.config, draft_vocab=parts.manifest.draft_vocab, **of_target)
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
     errors, warnings, notes = (
         [str(found) for found in findings if found.severity == severity] for severity in ("error", "warning", "note")

@@ -65,6 +65,21 @@ def test_force_replaces_only_what_is_marked(tmp_path):
         write(tmp_path / "file", "new", force=True)
 
 
+def test_what_a_desktop_leaves_in_a_folder_is_nobodys_work(tmp_path):
+    out = tmp_path / "out"
+    for round_number in range(2):
+        out.mkdir(exist_ok=True)
+        for name in (".DS_Store", "._model.safetensors", "Thumbs.db", "desktop.ini"):
+            (out / name).write_text("x")
+        # At first there is nothing else, which is an empty folder; then an artifact, which is replaced.
+        with atomic_directory(out, force=round_number == 1, marker="a", names="a") as folder:
+            (folder / "a").write_text(str(round_number))
+        assert tree(out) == {"a": str(round_number)}
+    (out / ".git").mkdir()
+    with raises_with(OutputExistsError, "it holds .git"):
+        check_output(out, force=True, marker="a", names="a")
+
+
 def test_a_link_is_followed(tmp_path):
     write(tmp_path / "real", "old")
     (tmp_path / "link").symlink_to("real")

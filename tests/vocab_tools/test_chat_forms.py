@@ -202,6 +202,38 @@ def test_the_last_turn_counts_whole_where_earlier_thoughts_are_dropped(first: An
     assert found == [*expected, f"<|channel|>analysis<|message|>κ<|end|>{ANSWERED}ωω<|return|>"]
 
 
+OWN = {"role": "system", "content": [{"type": "system_content", "model_identity": "zz", "reasoning_effort": "Low"}]}
+TOOLS = {"role": "developer", "content": [{"type": "developer_content", "tools": {"functions": {}}}]}
+SENT = says('{"v": "μμμ"}', channel="commentary", recipient="functions.λ", content_type="<|constrain|>json")
+GIVEN = {"role": "tool", "name": "functions.λ", "recipient": "assistant", "channel": "commentary", "content": [TEXT]}
+
+
+def on(channel: str, text: str) -> dict[str, Any]:
+    return says([{"type": "text", "text": text}], channel=channel)
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([OWN, TOOLS, USER, on("analysis", "κκ"), on("final", "ωω")], ["κκ<|end|>+ωω<|return|>"]),
+        ([USER, on("analysis", "κκ"), SENT], [f"κκ<|end|>{CALLED}"]),
+        ([USER, on("analysis", "κ"), on("commentary", "ω"), SENT], [f"κ\nω<|end|>{CALLED}"]),
+        ([USER, on("analysis", "κκ"), on("analysis", "κ"), on("final", "ω")], ["κκ\nκ<|end|>+ω<|return|>"]),
+        (
+            [USER, on("analysis", "κκ"), SENT, GIVEN, on("analysis", "κ"), on("final", "ωω")],
+            [f"κκ<|end|>{CALLED}", "κ<|end|>+ωω<|return|>"],
+        ),
+    ],
+)
+def test_messages_for_each_channel_are_one_turn(messages: Messages, expected: list[str]) -> None:
+    tokens = "<|start|> <|channel|> <|message|> <|end|> <|call|> <|return|>"
+    thought = "<|channel|>analysis<|message|>"
+    assert counted(HARMONY, tokens, messages) == [thought + turn.replace("+", ANSWERED) for turn in expected]
+    # Words on a channel of another name, and those on none, are as they were.
+    for plain in (says("ωω", channel="news"), says("ωω")):
+        assert counted(CHATML, CHATML_TOKENS, [USER, plain, USER, plain]) == SAID * 2
+
+
 def test_variables_of_a_template_are_given() -> None:
     thought = "{% if thinking and m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}"
     template = CHATML.replace("\n{% if", f"\n{thought}{{% if", 1)

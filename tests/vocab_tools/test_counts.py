@@ -78,7 +78,7 @@ def test_what_cannot_be_merged_is_refused():
     one = token_counts([1, 2], tokenizer_hash="a")
     heavier = TokenCounts((SourceCounts("text", 2.0, np.array([1, 1]), None, {"made": "x"}),), "a")
     for parts, error, words in (
-        ([one, token_counts([1, 2], tokenizer_hash="b")], TokenizerError, "found a, b"),
+        ([one, token_counts([1, 2], tokenizer_hash="b")], TokenizerError, "found text: a; text: b"),
         ([one, token_counts([1, 2, 3], tokenizer_hash="a")], VocabularyError, r"vocabulary sizes.*\[2, 3\]"),
         ([one, one], VocabularyError, "counted twice"),
         ([one, heavier], UsageError, r"weights \[1\.0, 2\.0\]"),

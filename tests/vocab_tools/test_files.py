@@ -1,10 +1,12 @@
 import errno
 import os
 import stat
+from functools import partial
+from pathlib import Path
 
 import pytest
 from eagle_slim.vocab_tools import DraftVocab, EagleSlimError, TokenCounts, UsageError, import_token_map, load_tokenizer
-from eagle_slim.vocab_tools.files import refuse_existing, write_file
+from eagle_slim.vocab_tools.files import read_object, refuse_existing, write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from support.raising import raises_with, waiting_for_nothing
 
@@ -83,6 +85,30 @@ def test_nothing_waits_for_what_is_not_a_regular_file(tmp_path, name, read):
     path.symlink_to("/dev/zero")
     with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):
         read(path)
+
+
+@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch, name, read):
+    (tmp_path / name).write_text("content")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with raises_with(EagleSlimError, name, "cannot be read: Permission denied"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("depth", ["snapshots/abc", "eagle3"])
+def test_a_configuration_further_below_is_told(tmp_path, depth):
+    (tmp_path / depth).mkdir(parents=True)
+    for name, read in (
+        ("config.json", partial(read_object, error_type=UsageError)),
+        ("tokenizer.json", load_tokenizer),
+    ):
+        (tmp_path / depth / name).write_text("{}")
+        with raises_with(EagleSlimError, f"no {name}" if read is load_tokenizer else name, str(tmp_path / depth)):
+            read(tmp_path if read is load_tokenizer else tmp_path / name)
 
 
 @pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)

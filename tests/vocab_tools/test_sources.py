@@ -1,5 +1,7 @@
 import bz2
+import csv
 import gzip
+import io
 import json
 import random
 
@@ -39,6 +41,15 @@ def jsonl(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
+def fields(rows, separator):
+    """The rows as a table of fields, with a mark before UTF-8 as spreadsheets write it."""
+    buffer = io.StringIO(newline="")
+    writer = csv.DictWriter(buffer, rows[0], delimiter=separator)
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue().encode("utf-8-sig")
+
+
 def pack(data, suffix):
     if suffix == ".bz2":
         return bz2.compress(data)
@@ -55,6 +66,8 @@ def files(tmp_path):
     (tmp_path / "d.json").write_bytes(jsonl(rows))
     (tmp_path / "e.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "f.json.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf \n" + json.dumps(rows).encode() + b" \n"))
+    (tmp_path / "g.csv").write_bytes(fields(rows, ","))
+    (tmp_path / "h.tsv.gz").write_bytes(gzip.compress(fields(rows, "\t")))
     # Two streams behind each other, as parallel packers write them, are one file.
     middle = len(jsonl(rows)) // 2
     for suffix in PACKED:
@@ -64,7 +77,7 @@ def files(tmp_path):
 
 
 CHAT = [{"role": "user", "content": "x"}]
-NAMES = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json", "f.json.gz"]
+NAMES = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json", "f.json.gz", "g.csv", "h.tsv.gz"]
 NAMES += [f"p{suffix[1:]}.jsonl{suffix.upper()}" for suffix in PACKED]
 
 
@@ -72,7 +85,8 @@ NAMES += [f"p{suffix[1:]}.jsonl{suffix.upper()}" for suffix in PACKED]
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_texts_in_order_and_their_places(files, name, block_bytes, monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
-    unit, first = {"c.parquet": ("row", 0), "e.json": ("record", 1), "f.json.gz": ("record", 1)}.get(name, ("line", 1))
+    units = {"c.parquet": ("row", 0), **dict.fromkeys(("e.json", "f.json.gz", "g.csv", "h.tsv.gz"), ("record", 1))}
+    unit, first = units.get(name, ("line", 1))
     expected = [(f"{files / name}, {unit} {number}", text) for number, text in enumerate(TEXTS, first)]
     assert placed(files / name) == expected
     opened = open_source(CorpusSource(str(files / name)))
@@ -130,11 +144,38 @@ def test_the_column_is_found_or_asked_for(tmp_path, name):
         assert (opened.column, opened.kind) == found
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"a,text\n1,2\n\n1,2,3\n", "a.csv, line 4: expected 2 fields, as in the first line, found 3"),
+        ("a.csv", b'a,text\n1,"cut off\n', "a.csv, line 2: unexpected end of data"),
+        ("a.csv", b'a,text\n1,"he \\"said\\""\n', "a.csv, line 2: ',' expected after '\"'"),
+        ("a.csv", b"id;text\n1;hello\n", "a.csv, line 1: found one column 'id;text': .* by commas in .csv"),
+        ("a.csv", b"text,text\nx,y\n", "a.csv, line 1: two columns have one name, of text, text"),
+        ("a.tsv", b"text\ncaf\xe9\n", "a.tsv: not UTF-8 text behind line 0"),
+    ],
+)
+def test_a_table_of_fields_that_is_none_stops_with_its_line(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=words):
+        values(tmp_path / name)
+
+
+def test_a_field_is_text_whatever_it_looks_like(tmp_path):
+    chat = '""role"": ""user"", ""content"": ""x""'
+    (tmp_path / "a.csv").write_text(f'text,messages\n2024-01-01,"[{{{chat}}}]"\n,null\n' + "x" * 200_000 + ",NA\n")
+    assert values(tmp_path / "a.csv", column="text") == ["2024-01-01", "", "x" * 200_000]
+    opened = open_source(CorpusSource(str(tmp_path / "a.csv")))
+    assert (opened.column, opened.kind) == ("messages", "chat")
+
+
 def test_no_column_stands_out(tmp_path):
     for row, asked, words in (
         ({"id": "f00d", "text": 5}, None, r",column=NAME behind .* have id, text \(a value of type int\)"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
         ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
+        ({"messages": str(CHAT), "id": "x"}, None, "column 'messages' holds chats as Python prints them.*json.dumps"),
+        ({"text": "y", "messages": str(CHAT)}, "messages", "as Python prints them"),
     ):
         (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
         with pytest.raises(UsageError, match=words):

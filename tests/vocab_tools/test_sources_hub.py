@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 ROWS = 250
+OTHER_SEPARATOR = '---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ";"\n---\n'
 DATES = b'{"text": "2024-01-01"}\n{"text": "2024-01-02"}\n'
 
 
@@ -42,6 +43,9 @@ def hub(tmp_path_factory):
         chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 5
         server.add_dataset("org/chats", {"train.jsonl": "\n".join(json.dumps(chat) for chat in chats)})
         server.add_dataset("org/dates", {"train.jsonl.gz": gzip.compress(DATES)})
+        server.add_dataset("org/fields", {"train.csv": "id,text\n7,2024-01-01\n8,NA\n9,12\n"})
+        others = {"train.csv": "id;text\n7;a, b\n", "README.md": OTHER_SEPARATOR}
+        server.add_dataset("org/semicolons", others)
         with connected(server, tmp_path_factory.mktemp("home")):
             yield server
 
@@ -77,6 +81,9 @@ def test_json_lines_of_the_hub_are_read_as_lines(hub):
     assert counts.sources[0].counts.tolist() == (5 * np.bincount(turn, minlength=counts.vocab_size)).tolist()
     assert counts.sources[0].provenance["files"] == [{"name": "train.jsonl", "bytes": None}]
     assert texts(CorpusSource("org/dates")) == ["2024-01-01", "2024-01-02"]
+    # Fields, too, but by `datasets` where the repository says how they are separated.
+    assert texts(CorpusSource("org/fields")) == ["2024-01-01", "NA", "12"]
+    assert texts(CorpusSource("org/semicolons")) == ["a, b"]
 
 
 def test_what_is_not_there_is_named(hub):

@@ -78,6 +78,16 @@ def test_refused_by_name(tmp_path, changes, words):
         open_head(write_eagle3(tmp_path / "head", ids=IDS, **changes))
 
 
+@pytest.mark.parametrize(("target_type", "losses"), [("gpt_oss", 0), ("llama", 2), (None, 2)])
+def test_sglang_reads_inputs_up_to_the_last_output_of_gpt_oss_alone(tmp_path, target_type, losses):
+    head = open_head(write_eagle3(tmp_path / "head", eagle_config={AUX: [4, 6, 8]}))
+    facts = HeadFacts.of(head, target_layers=8, target_type=target_type)
+    assert sum(found.engine == "sglang" for found in conversion_findings(facts)) == losses
+    # The same states by the key of which SGLang takes outputs, as `--tap-layers` writes it.
+    written = HeadFacts.of(open_head(tmp_path / "head", tap_layers=[4, 6, 8]), target_layers=8, target_type="gpt_oss")
+    assert not any(found.engine == "sglang" for found in conversion_findings(written))
+
+
 def test_layers_that_only_the_target_tells_are_not_advised_without_it(tmp_path):
     """[4, 6, 8] are inputs of a target of 8 layers; without it "--tap-layers 5,7,9" would make another head."""
     head = open_head(write_eagle3(tmp_path / "head", eagle_config={AUX: [4, 6, 8]}))

@@ -268,6 +268,9 @@ def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write, changes, s
     assert warning.startswith(said)
 
 
+TIED = eagle3_tensors(rows=None, embedding=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -308,6 +311,9 @@ def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write, changes, s
         ({"extra": Q_BIAS, "attention_bias": None}, MismatchError, [*Q_BIAS]),
         ({"d2t": None}, MismatchError, ["d2t"]),
         ({"d2t": None, "t2d": False}, MismatchError, ["lm_head.weight"]),
+        ({"ids": None, "tensors": eagle3_tensors(rows=448)}, MismatchError, ["448 rows", f"vocab_size is {VOCAB}"]),
+        ({"tensors": TIED, "tie_word_embeddings": True}, MismatchError, ["without lm_head.weight"]),
+        ({"num_aux_hidden_states": 4}, MismatchError, ["num_aux_hidden_states: expected 3", "found 4"]),
         ({"lm_head": False}, MismatchError, ["d2t"]),
         ({"lm_head": False, "d2t": None, "t2d": False}, MismatchError, ["lm_head.weight"]),
         ({"drop": "norm.weight"}, CheckpointError, ["norm.weight"]),

@@ -83,6 +83,8 @@ def test_layers_that_the_target_has_not_and_given_ones_that_are_none(tmp_path):
     for given in ((2, 4), (-1, 4, 5), (4, 2, 5), 3):
         with pytest.raises(MismatchError, match="--tap-layers"):
             open_head(folder, tap_layers=given)
+    with raises(MismatchError, option="--tap-layers names [2, 4]"):
+        open_head(folder, tap_layers=(2, 4))
     with raises(MismatchError, option="--tap-layers"):
         open_head(write_eagle1(tmp_path / "eagle1"), tap_layers=[2, 4, 5])
 

@@ -431,9 +431,14 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     with pytest.raises(MismatchError, match="hidden_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=wide, out=tmp_path / "o")
     heads.change_config(target, vocab_size=VOCAB + 64)
-    with pytest.raises(MismatchError, match="vocab_size"):
+    with pytest.raises(MismatchError, match=r"vocab_size.*\n.* lacks the last 64 ids, be they padding or tokens"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
     heads.change_config(target, vocab_size=VOCAB, num_hidden_layers=3)
+    short = write_target(tmp_path / "short")
+    heads.write_tensors(short, {"lm_head.weight": heads.random((300, heads.HIDDEN), 1)})
+    for rows, advice in ((320, "Fetch the target's weights again"), ("full", "--draft-vocab")):
+        with pytest.raises(MismatchError, match=rf"has 300 rows, none for id .*\n.*{advice}"):
+            convert(head, draft_vocab=rows, vocabulary=BY_ID, target=short, out=tmp_path / "o")
     tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     with raises(MismatchError, option="--tap-layers"):
         convert(tapped, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")

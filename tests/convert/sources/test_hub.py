@@ -167,7 +167,7 @@ def test_a_sub_folder_that_is_not_there(hub, home):
     for name in ("d", "b"):
         with raises_with(SourceError, name, "a", "b/c"):
             open_head_source("org/heads", subfolder=name)
-    with raises_with(CheckpointError, "config.json", "--subfolder"):
+    with raises_with(CheckpointError, "a/, b/c/, config.json", "--subfolder"):
         open_head_source("org/heads")
 
 
