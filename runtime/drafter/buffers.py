@@ -17,6 +17,7 @@ from ..settings import MAX_WAITING, TreeConfig, explain_fields
 from ..tree import DraftTree
 from .dimensions import DrafterConfig, check_kernel_limits
 from .kernels.frontier import MAX_DEPTH
+from .kernels.persistent import StepInputs
 from .launch_params import LaunchParams
 from .weights import HeadWeights
 from .workspace import allocate_workspace
@@ -30,7 +31,7 @@ BLANK = {
     "num_leaves": 0,
 }
 """The outputs, with their values for inactive slots."""
-INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
+INPUTS = StepInputs._fields
 SHARED = (*INPUTS, "keys", "values", "tables")
 """Fields that drafters of different trees share."""
 

@@ -94,7 +94,7 @@ def run_draft(cfg: DrafterConfig, X: Taps, weights: Weights, bufs: Buffers, back
     """Draft as `launch_drafter` does, without its checks."""
     if backend == "triton":
         assert weights.packed is not None
-        launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
+        launch(cfg, X, weights.packed, bufs)
         return
     draft, cfg = backend if callable(backend) else draft_ref, cfg.with_tree(bufs.tree)
     draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
@@ -310,11 +310,14 @@ def tap_segments(cfg: DrafterConfig) -> int:
     return next(count for count in range(1, width + 1) if width % count == 0 and width // count <= _WIDEST_PIECE)
 
 
-def kernel_arguments(
-    cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers
-) -> dict[str, Any]:
+def kernel_arguments(cfg: DrafterConfig, features: Taps, packed: PackedHead, bufs: Buffers) -> dict[str, Any]:
     """Return run-time arguments of `persistent.draft_kernel`, by name."""
-    taps, offsets = _tap_addresses(features)
+    if isinstance(features, Tensor):
+        taps, tap_width = features, features.shape[-1] // 3
+        offsets = [tap_width, 2 * tap_width]
+    else:
+        taps = features[0]
+        offsets = [(tap.data_ptr() - taps.data_ptr()) // taps.element_size() for tap in features[1:]]
     parts = {name: getattr(packed, name) for name in ("stream", "scales", "row_ids", "embedding", "biases")}
     norms = {f"norm_{name}": norm for name, norm in packed.norms.items()}
     cos, sin = bufs.tables
@@ -334,18 +337,7 @@ def kernel_arguments(
     }
 
 
-def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
-    """Return the first tap, and the offsets of the second and third from it in elements."""
-    if isinstance(features, Tensor):
-        width = features.shape[-1]
-        tap = width // 3
-        return features, (tap, 2 * tap)
-    first, second, third = features
-    one, two = ((tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (second, third))
-    return first, (one, two)
-
-
-def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
+def launch(cfg: DrafterConfig, features: Taps, packed: PackedHead, bufs: Buffers) -> None:
     """Start the kernel: no allocation, no wait. Raises `DrafterError` where it cannot run."""
     device = bufs.keys.device
     (params, is_tuned), chip = packed.launches(cfg), chip_of(device)

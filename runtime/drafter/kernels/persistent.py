@@ -46,25 +46,8 @@ from .ancestor_attention import AttentionSplits, DraftAttentionShape, DraftCache
 from .frontier import ROWS, Frontier, chain_at, choose_frontier
 from .gated_mlp import MlpShape, gated_mlp
 from .grid_barrier import grid_barrier, leave_grid
-from .lm_topk import (
-    HeadTiles,
-    Lists,
-    Nodes,
-    ProgramRows,
-    Selection,
-    clear_lists,
-    lists_at,
-    merge_best,
-    stream_topk,
-)
-from .projections import (
-    PartialSums,
-    ProgramOutputs,
-    Residual,
-    finish_residual,
-    finish_rows,
-    multiply_splits,
-)
+from .lm_topk import HeadTiles, Lists, Nodes, ProgramRows, Selection, clear_lists, lists_at, merge_best, stream_topk
+from .projections import PartialSums, ProgramOutputs, Residual, finish_residual, finish_rows, multiply_splits
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
 from .selection import LOWEST_KEY, order_key
 from .tree_build import TreeBounds, TreeCandidates, TreeOutputs, TreeSize, blank_tree, build_tree
@@ -180,20 +163,14 @@ class Features(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step, int32, as `Buffers.set_step` writes them."""
+    """Inputs of a step, int32: those of `Buffers`, which says what they are."""
 
     new_tokens: Any
-    """[slots, width]: the token after each feature; the last of ``num_new`` is the root."""
     num_new: Any
-    """[slots]."""
     prefix: Any
-    """[slots]."""
     active_slots: Any
-    """[slots]."""
     active_inverse: Any
-    """[slots]; -1: inactive."""
     active_count: Any
-    """[1]."""
 
 
 class HeadTensors(NamedTuple):

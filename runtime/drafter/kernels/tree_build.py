@@ -63,20 +63,14 @@ class TreeCandidates(NamedTuple):
 
 
 class TreeOutputs(NamedTuple):
-    """The fields of `eagle_slim.runtime.tree.DraftTree`, by slot; total and width are those of `TreeSize`."""
+    """The fields of `eagle_slim.runtime.tree.DraftTree`, by slot; nodes and width are those of `TreeSize`."""
 
     draft_tokens: Any
-    """int64 [slots, total]."""
     parents: Any
-    """int64 [slots, total]."""
     tree_mask: Any
-    """bool [slots, 1, total, total]."""
     positions: Any
-    """int64 [slots, total]."""
     retrieve: Any
-    """int64 [slots, total, width]."""
     num_leaves: Any
-    """int64 [slots]."""
 
 
 @triton.jit
