@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from eagle_slim.vocab_tools import common_cli as common
@@ -134,9 +134,7 @@ def _print(conversion: Conversion, verb: str) -> None:
         click.echo(f"  coverage of {printable(entry['source'])}  {covered}; {instead}")
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run eagle-convert and leave the process."""
-    common.run_cli(convert, args, "eagle-convert")
+main = partial(common.run_cli, convert, prog_name="eagle-convert")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, run_cli, version_option
@@ -51,9 +52,7 @@ def verify(folder: str, as_json: bool, **options: Any) -> int:
     return 0 if result.ok else 1
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run eagle-verify and leave the process."""
-    run_cli(verify, args, "eagle-verify")
+main = partial(run_cli, verify, prog_name="eagle-verify")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
@@ -204,9 +205,7 @@ def _check(
     raise EagleSlimError(f"check: token {place} differs from plain {kind}; {reason}.")
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run `eagle-generate`."""
-    run_cli(generate, args, "eagle-generate")
+main = partial(run_cli, generate, prog_name="eagle-generate")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
 import click
 import torch
@@ -242,9 +241,7 @@ def run(from_shapes: str, again: bool, rounds: int, variants: int | None, budget
     print(f"{done} of {len(todo)} drafts tuned in {budget - left():.0f} s, kept in {cache.path.name}")
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run the tuner."""
-    run_cli(run, args, "python -m eagle_slim.runtime.tune")
+main = functools.partial(run_cli, run, prog_name="python -m eagle_slim.runtime.tune")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -236,9 +236,7 @@ def export(vocabulary: str, out: str, loader: Loader, force: bool, as_json: bool
         click.echo(f"{exported.size} ids for {loader}; wrote {path}")
 
 
-def main() -> NoReturn:
-    """Run `eagle-vocab` and leave the process."""
-    common.run_cli(vocab, prog_name="eagle-vocab")
+main = partial(common.run_cli, vocab, prog_name="eagle-vocab")
 
 
 def _load_counts(files: tuple[str, ...], weights: dict[str, float] | None = None) -> TokenCounts:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import click
 from eagle_slim.convert.atomic import check_output
@@ -165,9 +166,7 @@ def compare(prompt_file: str, limit: int | None, out: str | None, force: bool, a
     return int(any(each.is_fault for each in result.omissions))
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run `eagle-compare`."""
-    run_cli(compare, args, "eagle-compare")
+main = partial(run_cli, compare, prog_name="eagle-compare")
 
 
 if __name__ == "__main__":
