@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.buffers import Buffers
 from ..drafter.drafter import Drafter, check_finished
 from ..drafter.launch import prefill_drafter
 from ..errors import DrafterError, UsageError
 from ..ops import current, side_stream
-from ..settings import TreeConfig
 from ..step.graphs import GraphPool
 from ..tree import DraftTree
 from .reading import kind_of, tree_of
@@ -62,7 +60,11 @@ class LayerPatch:
             self._check(hidden_states, input_ids, head)
             with on_buffers(self.head.device):
                 # The size is read at every call, as upstream reads it.
-                self._follow(tree_of(layer))
+                tree = tree_of(layer)
+                if tree != self.tree:
+                    kv, self.spec = self._read_kv(), self.spec.like(self.head, tree)
+                    self._allocate(_FIRST_CAPACITY)
+                    self._write_kv(kv)
                 self._extend(hidden_states[0], input_ids[0, 1 + self.length :])
                 return self._read_tree(sampling=logits_processor is not None)
 
@@ -93,25 +95,11 @@ class LayerPatch:
             )
 
     def _allocate(self, capacity: int) -> None:
-        self.drafter = self.spec.on_slots(1, capacity)
+        self.drafter, self.tree = self.spec.on_slots(1, capacity), self.spec.tree
+        self.bufs = self.drafter.bufs
+        """Inputs, KV cache and outputs."""
         self._graph: Callable[[], None] | None = None
         self._packed_tree: Tensor | None = None
-
-    @property
-    def tree(self) -> TreeConfig:
-        """Shape of its trees."""
-        return self.spec.tree
-
-    @property
-    def bufs(self) -> Buffers:
-        """Inputs, KV cache and outputs; others after growth."""
-        return self.drafter.bufs
-
-    def _follow(self, tree: TreeConfig) -> None:
-        if tree != self.tree:
-            kv, self.spec = self._read_kv(), self.spec.like(self.head, tree)
-            self._allocate(_FIRST_CAPACITY)
-            self._write_kv(kv)
 
     def reserve(self, num_pairs: int) -> None:
         """Make room for ``num_pairs`` pairs and a tree; what the buffers hold is kept."""

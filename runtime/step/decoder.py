@@ -33,7 +33,6 @@ from .drafts import DrafterTrees, Drafts, take_pairs
 from .graphs import GraphKey, GraphPool, Graphs, Phase, WarmUp, bucket_of, buckets_up_to, group_phases
 from .kernels.acceptance import list_active
 from .kernels.choice_kernels import ChoiceRules
-from .kernels.slot_state import SlotState
 from .phases import Revision, StepPhases
 from .prefill import Prefill
 from .shapes import shapes_for
@@ -59,6 +58,7 @@ class Decoder:
         revise: Revision | None = None,
     ) -> None:
         self.slots, self.drafts, self.waits = slots, drafts, waits
+        self.state, self.tree = slots.state, drafts.tree
         self.target, self.cache, self.num_slots = slots.target, slots.cache, slots.cache.num_slots
         device = self.target.device
         self.ops = Ops.for_device(device)
@@ -69,7 +69,7 @@ class Decoder:
         # and of the checks.
         is_apart = own_pool is not None and isinstance(self.target, FusedTarget) and self.checks is None
         self.graphs = Graphs(own_pool, slots.hidden, pool_for(device) if is_apart else None)
-        nodes = 1 if drafts.tree is None else drafts.tree.total_tokens
+        nodes = 1 if self.tree is None else self.tree.total_tokens
         choice = TokenChoice(self.ops, slots.choice, self.target.vocab_size, nodes)
         self.steps = StepPhases(slots, drafts, choice, waits=waits, checks=self.checks, revise=revise)
         self.prompts = Prefill(slots, drafts, choice, self.graphs, waits)
@@ -91,16 +91,6 @@ class Decoder:
         """Build a decoder whose steps verify a drafter's trees; None decodes plainly."""
         slots = Slots.allocate(target, cache, drafter)
         return cls(slots, DrafterTrees(slots, drafter), waits, pool, revise)
-
-    @property
-    def state(self) -> SlotState:
-        """State of all slots."""
-        return self.slots.state
-
-    @property
-    def tree(self) -> TreeConfig | None:
-        """The largest of its trees, and the shape of its steps where none is chosen; None decodes plainly."""
-        return self.drafts.tree
 
     def clear_(self) -> None:
         """Empty all slots."""

@@ -79,11 +79,6 @@ class Drafts(ABC):
     prompt_queries: Tensor | None = None
     """Rows for the queries of a prompt's last rows (`ForwardBuffers.queries`); None where nothing needs them."""
 
-    @property
-    def cached_pairs(self) -> int | None:
-        """Last pairs of a sequence that are surely in the drafter's cache; None for all."""
-        return None if self.drafter is None else self.drafter.cfg.cached_pairs
-
     @abstractmethod
     def buffers(self, tree: TreeConfig | None) -> TreeBuffers:
         """Return the trees and buffers of a shape up to ``tree``, built when it is first wanted; None: plain steps."""

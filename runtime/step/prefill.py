@@ -29,7 +29,8 @@ class Prefill:
         root = torch.full((slots.cache.num_slots, 1), -1, dtype=torch.int64, device=slots.target.device)
         self._roots = Trees(entering.active_slots, entering.active_count, root, root, torch.zeros_like(root))
         self._chunk_rows = slots.target.chunk_rows
-        self.cached_pairs = drafts.cached_pairs
+        self.cached_pairs = None if drafts.drafter is None else drafts.drafter.cfg.cached_pairs
+        """Last pairs of a sequence that are surely in the drafter's cache; None for all."""
         self._has_sinks = drafts.drafter is not None and drafts.drafter.cfg.window_sinks > 0
         self._chunks: dict[int, _Chunk] = {}
 

@@ -130,15 +130,17 @@ class Target(ABC):
 
 
 class KVCache:
-    """Keys and values of all layers; those of layers of one shape lie in one pair of tensors.
+    """Keys and values of all layers, in ``capacity`` rows for each of ``num_slots`` sequences.
 
-    ``stacks``: pairs, each [layers, slots, kv_heads, capacity, head_dim]; ``places``: each layer's pair and index.
+    Those of layers of one shape lie in one pair of tensors. ``stacks``: the pairs, each [layers, slots, kv_heads,
+    capacity, head_dim]; ``places``: each layer's pair and index.
     """
 
     def __init__(self, stacks: Sequence[tuple[Tensor, Tensor]], places: Sequence[tuple[int, int]]) -> None:
         self.stacks, self._places = list(stacks), list(places)
         self.layers = [(stacks[stack][0][place], stacks[stack][1][place]) for stack, place in places]
         """By layer: keys and values [slots, kv_heads, capacity, head_dim]."""
+        _, self.num_slots, _, self.capacity, _ = stacks[0][0].shape
 
     @classmethod
     def allocate(cls, target: Target, num_slots: int, capacity: int) -> KVCache:
@@ -161,16 +163,6 @@ class KVCache:
     def first(self, num_slots: int) -> KVCache:
         """Return the same cache for fewer slots."""
         return KVCache([(keys[:, :num_slots], values[:, :num_slots]) for keys, values in self.stacks], self._places)
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that it holds."""
-        return self.stacks[0][0].shape[1]
-
-    @property
-    def capacity(self) -> int:
-        """Rows of a slot."""
-        return self.stacks[0][0].shape[3]
 
     @property
     def size_bytes(self) -> int:
