@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS
 from .dimensions import DrafterConfig
-from .kernels.ancestor_attention import DraftAttentionShape, heads_per_attention_unit
+from .kernels.ancestor_attention import DraftAttentionShape
 from .kernels.frontier import MAX_DEPTH
 from .kernels.grid_barrier import STATE_WORDS
 from .kernels.lm_topk import len_lists, list_size
@@ -123,12 +123,14 @@ def input_rows(cfg: DrafterConfig) -> int:
 
 def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> DraftAttentionShape:
     """Return the shape of a configuration's attention units."""
+    # A power of two, with an accumulator of at most 128 by 128.
+    most = 8 if cfg.head_dim <= 128 else 4
     return DraftAttentionShape(
         cfg.num_heads,
         cfg.num_kv_heads,
         cfg.head_dim,
         cfg.top_k,
-        heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim),
+        min(1 << (cfg.num_heads // cfg.num_kv_heads - 1).bit_length(), most),
         params.block_keys,
         padded_slots(cfg),
         params.part_keys,

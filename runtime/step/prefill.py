@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ..ops import Ops
 from ..tree import Trees
@@ -77,7 +78,10 @@ class Prefill:
     def _phases(self, nodes: int, is_seen: bool, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         ops, slots, drafts = self._ops, self._slots, self._drafts
         entering, drafter = slots.entering, drafts.drafter
-        chunk = self._chunks.get(nodes) or self._new_chunk(nodes)
+        chunk = self._chunks.get(nodes) or _Chunk(slots, nodes, drafts.prompt_queries)
+        if ops.use_kernels:
+            # Few sizes occur.
+            self._chunks[nodes] = chunk
         rows, bufs = chunk.rows, chunk.bufs
 
         def verify() -> None:
@@ -110,19 +114,12 @@ class Prefill:
             Phase("commit", commit),
         )
 
-    def _new_chunk(self, nodes: int) -> _Chunk:
-        """Allocate a chunk's buffers, kept where few sizes occur."""
-        chunk = _Chunk(self._slots, nodes)
-        chunk.bufs.queries = self._drafts.prompt_queries
-        if self._ops.use_kernels:
-            self._chunks[nodes] = chunk
-        return chunk
-
 
 class _Chunk:
-    """Buffers of one prompt chunk of ``nodes`` rows."""
+    """Buffers of one prompt chunk of ``nodes`` rows; ``queries`` as in `ForwardBuffers`."""
 
-    def __init__(self, slots: Slots, nodes: int) -> None:
+    def __init__(self, slots: Slots, nodes: int, queries: Tensor | None) -> None:
         self.rows = ChunkRows.allocate(nodes, slots.state.lengths)
         self.bufs = slots.target.new_buffers(1, nodes, 1, slots.cache.capacity)
+        self.bufs.queries = queries
         self.choice = torch.zeros((1, 1), dtype=torch.int32, device=slots.target.device)

@@ -18,7 +18,7 @@ depends neither on the text nor on what was known before.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
@@ -166,7 +166,8 @@ class ShapeChooser:
     def __init__(self, acceptance: Acceptance, costs: Costs, shapes: Sequence[Shape]) -> None:
         self._learned, self._costs, self._shapes = acceptance, costs, tuple(shapes)
         self._num_levels = max(0 if shape is None else shape.depth for shape in shapes) + 1
-        self._call, self._gains = _Levels(*_CALL), dict[TreeConfig, _Rate]()
+        self._call = _Levels(*_CALL)
+        self._gains: dict[TreeConfig, _Rate] = defaultdict(lambda: _Rate(_CALL[1]))
         self._sequences: dict[int, _Levels] = {}
         self._rates: dict[int, list[float]] = {}
         """Of each sequence, p of each level, as of the last choice."""
@@ -239,11 +240,8 @@ class ShapeChooser:
             return 1.0
         gain = self._learned.gain(shape)
         hope = _HOPE / math.sqrt(_SHAPE_WEIGHT + gain.tries)
-        of_call = self._gain_of_call(shape).given(gain.given(1.0, _SHAPE_WEIGHT), _SHAPE_CALL_WEIGHT)
+        of_call = self._gains[shape].given(gain.given(1.0, _SHAPE_WEIGHT), _SHAPE_CALL_WEIGHT)
         return 1 + _drafted(levels[: shape.depth + 1], _width_of(shape)) * (of_call + hope)
-
-    def _gain_of_call(self, shape: TreeConfig) -> _Rate:
-        return self._gains.setdefault(shape, _Rate(_CALL[1]))
 
     def _rates_of(self, sequences: Sequence[int]) -> list[list[float]]:
         """Return p of each level, for each of the sequences: its own steps count most, then the call's, the model's."""
@@ -272,7 +270,7 @@ class ShapeChooser:
             chained = len(list(takewhile(lambda rank: rank == 0, ranks)))
             levels = self._rates[sequence][: shape.depth + 1]
             expected += chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
-        for gain in (self._learned.gain(shape), self._gain_of_call(shape)):
+        for gain in (self._learned.gain(shape), self._gains[shape]):
             gain.add(num_tokens, expected)
 
 

@@ -569,8 +569,3 @@ def merge_heads(splits, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.const
         column = (head * SHAPE.head_dim)[:, None] + offs_d[None, :]
         row_size: tl.constexpr = SHAPE.heads * SHAPE.head_dim
         store_activation(out_ptr, out_row.to(tl.int64)[:, None], column, total, mask_q[:, None] & mask_d, row_size)
-
-
-def heads_per_attention_unit(group: int, head_dim: int) -> int:
-    """Return how many query heads a unit takes: a power of two, with an accumulator of at most 128 by 128."""
-    return min(int(triton.next_power_of_2(group)), 8 if head_dim <= 128 else 4)
