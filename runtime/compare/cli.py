@@ -10,16 +10,7 @@ from typing import Any
 
 import click
 from eagle_slim.convert.atomic import check_output
-from eagle_slim.vocab_tools.common_cli import (
-    EagleCommand,
-    emit_json,
-    force_option,
-    json_option,
-    note,
-    run_cli,
-    version_option,
-    warn,
-)
+from eagle_slim.vocab_tools import common_cli as common
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
 
@@ -53,7 +44,7 @@ def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
 
 
 @click.command(
-    cls=EagleCommand,
+    cls=common.EagleCommand,
     epilog="""\b
 Examples:
   eagle-compare --prompts prompts.jsonl --sizes full,16384,4096 --out out/compare
@@ -118,9 +109,9 @@ Examples:
     "--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Most tokens of an answer."
 )
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
-@force_option
-@json_option
-@version_option
+@common.force_option
+@common.json_option
+@common.version_option
 def compare(prompt_file: str, limit: int | None, out: str | None, force: bool, as_json: bool, **options: Any) -> int:
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
@@ -149,24 +140,24 @@ def compare(prompt_file: str, limit: int | None, out: str | None, force: bool, a
             bar.update(done - bar.n)
 
         result = run_comparison(models, prompts, asked, progress=move)
-    warn(map(str, result.omissions))
+    common.warn(map(str, result.omissions))
     try:
         if out is not None:
             result.write(out, force)
-            note(f"wrote {out}/compare.json and {out}/compare.html")
+            common.note(f"wrote {out}/compare.json and {out}/compare.html")
     finally:
         # What took hours is shown even where it cannot be written.
         if as_json:
-            emit_json(result.to_json())
+            common.emit_json(result.to_json())
         else:
             click.echo(result.to_text())
     if not result.is_complete:
-        note("interrupted: these are the answers so far")
+        common.note("interrupted: these are the answers so far")
         return INTERRUPTED
     return int(any(each.is_fault for each in result.omissions))
 
 
-main = partial(run_cli, compare, prog_name="eagle-compare")
+main = partial(common.run_cli, compare, prog_name="eagle-compare")
 
 
 if __name__ == "__main__":
