@@ -207,16 +207,11 @@ def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
 
 
 def check_finished(bufs: Buffers) -> None:
-    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
+    """Wait for the device and raise `DrafterError` if a draft did not finish properly; the next one may."""
     if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
-        reset_barrier(bufs)
+        for tensor in barriers_of(bufs):
+            tensor.zero_()
         raise timed_out()
-
-
-def reset_barrier(bufs: Buffers) -> None:
-    """Make a grid barrier that timed out usable again."""
-    for tensor in barriers_of(bufs):
-        tensor.zero_()
 
 
 def barriers_of(bufs: Buffers) -> list[Tensor]:
