@@ -11,7 +11,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DrafterError, UsageError, check_choice, misfit
@@ -180,7 +179,7 @@ def write_pairs(
         ops(norm_rows)(embedded, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
         ops(norm_rows)(fuse_features(head, features), w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
     else:
-        inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
+        inputs = head.project(torch.cat((embedded, features), -1), "fc")
     weight, bias = head.kv_projection
     keys, values = bufs.keys, bufs.values
     if (num_rows := keys.shape[2]) < bufs.cfg.max_positions:

@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
@@ -151,7 +150,7 @@ class ReferenceDraft:
             residual = normed if head.norm_before_residual else hidden
             inputs = torch.cat((self._norm(embedded, w["input_layernorm.weight"]), normed), -1)
         else:
-            residual = inputs = F.linear(torch.cat((embedded, hidden), -1), w["fc.weight"], w.get("fc.bias"))
+            residual = inputs = head.project(torch.cat((embedded, hidden), -1), "fc")
 
         nodes, num_rows = tokens.shape[1], row_positions.shape[1]
         positions = row_positions[:, -nodes:]
@@ -166,12 +165,11 @@ class ReferenceDraft:
         column = torch.arange(keys.shape[2], device=tokens.device)
         mask = mask | ((column < head.window_sinks) & (column < lengths[:, None]))[:, None, None]
         attended = masked_attention(query, keys, values, mask, AttentionParams(head.head_dim**-0.5))
-        attended = attended.transpose(1, 2).flatten(2)
-        hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
+        hidden = residual + head.project(attended.transpose(1, 2).flatten(2), "self_attn.o_proj")
 
         normed = self._norm(hidden, w["post_attention_layernorm.weight"])
-        gate = self.activation(self._mlp(normed, "gate"))
-        return hidden + self._mlp(gate * self._mlp(normed, "up"), "down")
+        gate = self.activation(head.project(normed, "mlp.gate_proj"))
+        return hidden + head.project(gate * head.project(normed, "mlp.up_proj"), "mlp.down_proj")
 
     def _write(self, rows: Tensor, key: Tensor, value: Tensor, is_cached: Tensor | None) -> None:
         """Store ``key``, ``value`` [active, kv_heads, nodes, head_dim] at ``rows`` int64 [active, nodes]."""
@@ -202,10 +200,6 @@ class ReferenceDraft:
         keys[:, :, :sinks] = apply_rotary(keys[:, :, :sinks], cos, sin)
         return keys, values, self.lengths - gap
 
-    def _mlp(self, inputs: Tensor, projection: str) -> Tensor:
-        w, name = self.head.tensors, f"mlp.{projection}_proj"
-        return F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
     def carry(self, output: Tensor) -> Tensor:
         """Turn a node's output into its children's hidden state."""
         return self.final(output) if self.head.norm_output else output
@@ -225,9 +219,8 @@ class ReferenceDraft:
 
     def _heads(self, inputs: Tensor, projection: str, heads: int) -> Tensor:
         """Project to [active, heads, nodes, head_dim], each head of q and k through its norm where there is one."""
-        w, name = self.head.tensors, f"self_attn.{projection}_proj"
-        projected = F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias")).view(*inputs.shape[:2], heads, -1)
-        norm = w.get(f"self_attn.{projection}_norm.weight")
+        projected = self.head.project(inputs, f"self_attn.{projection}_proj").view(*inputs.shape[:2], heads, -1)
+        norm = self.head.tensors.get(f"self_attn.{projection}_norm.weight")
         return (projected if norm is None else self._norm(projected, norm)).transpose(1, 2)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -244,10 +237,9 @@ def fuse_features(head: HeadWeights, features: Tensor) -> Tensor:
 
     A single tap as wide as the head needs no ``fc``: the rule of SafeAILab's and SGLang's EAGLE-3.
     """
-    w = head.tensors
     if head.kind == "eagle" or features.shape[-1] == head.hidden:
         return features
     if norms := head.tap_norms:
-        taps = features.chunk(len(norms), -1)
-        features = torch.cat([rms_norm(tap, w[name], head.norm_eps) for tap, name in zip(taps, norms, strict=True)], -1)
-    return F.linear(features, w["fc.weight"], w.get("fc.bias"))
+        taps = zip(features.chunk(len(norms), -1), norms, strict=True)
+        features = torch.cat([rms_norm(tap, head.tensors[name], head.norm_eps) for tap, name in taps], -1)
+    return head.project(features, "fc")

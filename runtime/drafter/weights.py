@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from eagle_slim.convert.heads.check import layer_shapes
 from eagle_slim.convert.heads.config import default_window, sliding_window
 from eagle_slim.convert.heads.open import DraftHead
@@ -120,6 +121,10 @@ class HeadWeights:
     def draft_vocab(self) -> int:
         """Rows of the LM head."""
         return self.lm_head.shape[0]
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        """Multiply by a matrix of ``tensors``, and add its bias where it has one."""
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
     def with_window(self, window: int | None, own: int | None = None) -> HeadWeights:
         """Return the head with another window: it has sinks, unless it is short or what the head was trained with."""
