@@ -6,19 +6,16 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from eagle_slim.vocab_tools.common_cli import choice_option, note
+from eagle_slim.vocab_tools.common_cli import Decorated, choice_option, note
 from eagle_slim.vocab_tools.hub import show_downloads
 
 from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
-
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
-
 
 # Parameters bear the names of the arguments of `SpeculativeModel.from_pretrained`.
 _OPTIONS = (
@@ -90,7 +87,7 @@ partial_verification_option = click.option(
 )
 
 
-def _adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Decorated], _Decorated]:
+def _adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
     return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
 
 

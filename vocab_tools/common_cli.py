@@ -22,7 +22,7 @@ import click
 from .errors import INTERRUPTED, EagleSlimError, UsageError, printable
 from .hub import limit_silence
 
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class _Debuggable:
@@ -54,7 +54,7 @@ def example(*lines: str) -> str:
     return "\n  ".join(["\b\nExample:", *lines])
 
 
-def choice_option(name: str, choices: Sequence[str], help_text: str) -> Callable[[_Decorated], _Decorated]:
+def choice_option(name: str, choices: Sequence[str], help_text: str) -> Callable[[Decorated], Decorated]:
     """Make an option that takes one of some words, by default the first."""
     return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common_cli import EagleCommand, choice_option, emit_json, force_option, json_option, note
+from .common_cli import Decorated, EagleCommand, choice_option, emit_json, force_option, json_option, note
 from .errors import UsageError, printable
 from .messages import json_value
 
 if TYPE_CHECKING:
     from .tokenizer import LoadedTokenizer
-
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _KWARGS_HELP = "Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object."
@@ -33,7 +30,7 @@ KEY is one of these. Amounts may have a unit (10M). Quote globs.
   config, split, revision     of a dataset of the Hub; default split: the only one, or train"""
 
 
-def tokenizer_options(function: _Decorated, required: bool = True) -> _Decorated:
+def tokenizer_options(function: Decorated, required: bool = True) -> Decorated:
     """Add the options that name the target's tokenizer."""
     offline = click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only.")
     revision = click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
