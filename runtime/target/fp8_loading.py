@@ -127,7 +127,7 @@ class _Loader:
         self, model: Any, checkpoint: Checkpoint, form: Fp8Form | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.model, self.checkpoint, self.form, self.dtype, self.device = model, checkpoint, form, dtype, device
-        self.num_unused, self._is_published = 0, form is not None and form.method is not None
+        self.num_unused, self._method = 0, None if form is None else form.method
         self._strategy = "" if form is None else form.strategy
         self.has_fp8 = self.has_mxfp4 = False
         parameters = model.named_parameters()
@@ -240,7 +240,7 @@ class _Loader:
         """Have a matrix, and its scales where a published checkpoint has them, fill a weight in FP8."""
         self.has_fp8 = True
         shape = out, columns = tuple(weight.shape)
-        if not self._is_published:
+        if self._method is None:
             self._entries[name] = _Entry((shape,), partial(self._quantise, weight))
             return
         self._entries[name] = _Entry((shape,), partial(self._put_fp8, weight), ("F8_E4M3",))
@@ -248,13 +248,13 @@ class _Loader:
         shapes: dict[str, tuple[tuple[int, ...], ...]]
         shapes = {"block": (blocks,), "channel": ((out, 1), (out,)), "tensor": ((), (1,))}
         scales = [f"{name.removesuffix('.weight')}.{each}" for each in _SCALES]
-        stored = next((each for each in scales if each in self.checkpoint.names), scales[0])
+        stored = next((each for each in scales if each in self.checkpoint.names), scales[self._method == "fp8"])
         self._entries[stored] = _Entry(shapes[self._strategy], partial(self._put_fp8_scales, weight))
 
     def _is_fp8(self, name: str) -> bool:
         """Report whether a matrix becomes FP8: all of a model in a float type, of a published one those stored so."""
         is_stored = name in self.checkpoint.names
-        return not self._is_published or (is_stored and self.checkpoint.info(name).dtype.startswith("F8"))
+        return self._method is None or (is_stored and self.checkpoint.info(name).dtype.startswith("F8"))
 
     def _is_tied(self) -> bool:
         """Report whether the LM head is the embedding; a stored one must then be equal to it."""

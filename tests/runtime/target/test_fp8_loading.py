@@ -123,7 +123,8 @@ def widen_one(tensors: dict[str, Tensor]) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
-    "scale missing": ("fp8, blocks", lambda t: t.pop(f"{Q}_scale_inv"), f"{Q}_scale"),
+    "scale missing": ("fp8, blocks", lambda t: t.pop(f"{Q}_scale_inv"), f"{Q}_scale_inv is missing"),
+    "scale a row missing": ("fbgemm", lambda t: t.pop(f"{Q}_scale"), f"{Q}_scale is missing"),
     "scale of another shape": ("fp8, blocks", lambda t: t.update({f"{Q}_scale_inv": torch.ones(2, 1)}), r"\[2, 1\]"),
     "scale a row, of one too few": ("fbgemm", lambda t: t.update({f"{Q}_scale": torch.ones(159)}), r"\[159\]"),
     "scale NaN": ("fbgemm", lambda t: t[f"{Q}_scale"].fill_(torch.nan), f"{Q}_scale holds NaN"),
