@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from eagle_slim.runtime.target.kernels.products import Norm, NormedRows
 from eagle_slim.runtime.target.mxfp4 import Mxfp4Weight
 from kernels.test_products import QUANTISE
 from kernels.tolerances import OP_ATOL
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 SMALL = {"hidden": 96, "width": 40, "count": 6, "top_k": 2}
 QWEN3 = {"hidden": 2048, "width": 768, "count": 128, "top_k": 8}
@@ -102,6 +105,9 @@ def check(experts: Experts, x: Tensor, unused: tuple[int, ...] = ()) -> Found:
     for name in ("residual", "scaled", "squares"):
         mine, theirs = getattr(found.rows, name).float(), getattr(wanted.rows, name).float()
         assert float((mine - theirs).abs().max() / theirs.abs().max()) < atol, name
+    for each in (found, wanted):
+        weights = each.routing.picks.weights
+        assert torch.equal(weights, weights.to(x.dtype).float()), "rounded as transformers does"
     assert torch.equal(found.tap[:, x.shape[1] :], found.rows.residual)
     assert not found.routing.picks.finished.any()
     return found
@@ -115,17 +121,22 @@ def check(experts: Experts, x: Tensor, unused: tuple[int, ...] = ()) -> Found:
         (2, SMALL),
         (19, SMALL),
         (5, {"hidden": 560, "width": 24, "count": 70, "top_k": 3}),
-        # Listed, and more than a tile of an expert's rows.
-        (260, {"hidden": 64, "width": 32, "count": 3, "top_k": 2}),
+        # Listed, by two steps of a list's program, and more than a tile of an expert's rows.
+        (520, {"hidden": 64, "width": 32, "count": 3, "top_k": 2}),
         (3, {"hidden": 32, "width": 16, "count": 2, "top_k": 2}),
-        # A last product in two splits, apart, and of more pairs one after the other.
+        # A last product in two splits, apart.
         (2, {"hidden": 80, "width": 2064, "count": 3, "top_k": 2}),
-        (9, {"hidden": 80, "width": 2064, "count": 3, "top_k": 2}),
     ],
 )
 def test_kernels_are_their_twins(device: str, rows: int, sizes: dict[str, int], normalises: bool) -> None:
     experts = experts_of(torch.float32, device, **sizes, normalises=normalises)
     check(experts, torch.randn(rows, sizes["hidden"], device=device))
+
+
+def test_of_listed_pairs_a_program_adds_both_splits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FEW_PAIRS", 8)  # of hundreds it takes the interpreter long
+    experts = experts_of(torch.float32, device, hidden=80, width=2064, count=3, top_k=2)
+    check(experts, torch.randn(9, 80, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -203,6 +214,32 @@ def test_of_equal_logits_the_lower_id_is_taken(device: str) -> None:
             picks = run_layer(experts, x, is_twin=is_twin).routing.picks
             assert picks.experts.tolist() == [[5, 2, 3, 7]] * 2 + [[0, 1, 4, 6]]
             torch.testing.assert_close(picks.weights.sum(1), torch.ones(3, device=device), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("router", "normalises"), [(Qwen3MoeTopKRouter, True), (Qwen3MoeTopKRouter, False), (GptOssTopKRouter, False)]
+)
+def test_a_router_chooses_as_transformers_own(device: str, router: Any, normalises: bool) -> None:
+    """In half precision, of logits whose sums are exact and then rounded: the twin's weights to the last bit."""
+    experts = experts_of(torch.float16, device, hidden=64, width=16, count=9, top_k=4, normalises=normalises)
+    if router is GptOssTopKRouter:
+        experts = as_gpt_oss(experts, False)
+    sizes = {"hidden_size": 64, "num_experts": 9, "num_local_experts": 9, "num_experts_per_tok": 4}
+    theirs = router(SimpleNamespace(**sizes, norm_topk_prob=normalises)).to(device, torch.float16)
+    with torch.no_grad():
+        for own, parameter in zip((experts.router, *(experts.biases or ())), theirs.parameters(), strict=False):
+            parameter.copy_(own.random_(-256, 257) / 1024)
+            own.copy_(parameter)
+        x = torch.randint(2, (40, 64), device=device).half() * 2 - 1
+        _, wanted, picked = theirs(x)
+    logits = nn.functional.linear(x, *theirs.parameters())
+    rows, routing = NormedRows(x, x, torch.full((40, 1), 48.0, device=device)), Routing.allocate(experts, 40)
+    norm, ints = Norm(torch.ones_like(x[0]), 0.25, 1.0), torch.arange(40, dtype=torch.int32, device=device)
+    for route, rtol in ((module.route_ref, 0), (module.route, 2**-10)):
+        route(rows, norm, experts, ints, routing)
+        torch.testing.assert_close(routing.picks.weights, wanted.float(), rtol=rtol, atol=0)
+        # Of equal logits transformers may take either.
+        assert torch.equal(logits.gather(1, routing.picks.experts.long()), logits.gather(1, picked))
 
 
 @pytest.mark.gpu
