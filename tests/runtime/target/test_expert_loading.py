@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import SpeedWarning, TargetError
 from eagle_slim.runtime.opening import target_files
 from eagle_slim.runtime.target import fp8_loading, known
 from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from eagle_slim.runtime.target.fp8_loading import load_by_tensor
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.fp8_forms import FORMS, by_row
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 CPU = torch.device("cpu")
@@ -80,11 +85,38 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 
 @pytest.mark.parametrize("form", [None, AT_LOAD], ids=["as stored", "fp8"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_missing_or_too_many_is_refused_by_name(tmp_path: Path, damage: str, form: Fp8Form | None) -> None:
+def test_what_is_missing_or_too_many_is_refused_by_name(
+    tmp_path: Path, damage: str, form: Fp8Form | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change, named = DAMAGE[damage]
     write(tmp_path, change)
+    if damage != "NaN":  # All else before anything is loaded.
+        monkeypatch.setattr(fp8_loading, "safe_open", None)
     with pytest.raises(TargetError, match=named):
         load_by_tensor(tmp_path, target_files.load_target_config(tmp_path, None, True), form, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("change", [lambda _: None, joined], ids=["a matrix an expert", "all in one"])
+def test_little_of_a_file_is_mapped_at_a_time(tmp_path: Path, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read counts as memory of the host until the file is closed."""
+    write(tmp_path, change)
+    read: list[list[int]] = []
+
+    @contextmanager
+    def noted(path: Path, framework: str) -> Iterator[Any]:
+        sizes = list[int]()
+        read.append(sizes)
+        with safe_open(path, framework=framework) as file:
+            yield SimpleNamespace(
+                get_tensor=lambda name: (tensor := file.get_tensor(name), sizes.append(tensor.nbytes))[0]
+            )
+
+    monkeypatch.setattr(fp8_loading, "safe_open", noted)
+    monkeypatch.setattr(fp8_loading, "_MAPPED_BYTES", most := 200_000)
+    load_by_tensor(tmp_path, target_files.load_target_config(tmp_path, None, True), None, torch.float32, CPU)
+    assert sum(map(sum, read)) == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
+    assert all(len(sizes) == 1 or sum(sizes) <= most for sizes in read)
+    assert any(len(sizes) > 1 for sizes in read)
 
 
 def test_an_expert_in_two_shards_is_refused_before_anything_is_loaded(
@@ -146,6 +178,32 @@ def test_a_published_form_has_the_tokens_of_its_dequantised_model(tmp_path: Path
     config = target_files.load_target_config(tmp_path / "target", None, True)
     found = read_form(config.quantization_config, "here")
     check_tokens(tmp_path, load_by_tensor(tmp_path / "target", config, found, torch.float32, CPU), expected)
+
+
+def test_experts_in_fp8_and_in_a_float_type_are_refused_by_name(tmp_path: Path) -> None:
+    settings, quantise, scale = FORMS["fp8, blocks"]
+
+    def publish(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight") and name != ONE]:
+            values, scales, _ = quantise(tensors[name])
+            tensors |= {name: values, name.replace("weight", scale): scales}
+
+    write(tmp_path, publish, quantization_config=settings)
+    config = target_files.load_target_config(tmp_path, None, True)
+    form = read_form(config.quantization_config, "here")
+    with pytest.raises(TargetError, match=rf"{LAYER}\.0\.gate_proj\.weight is in FP8, but not all matrices of {LAYER}"):
+        load_by_tensor(tmp_path, config, form, torch.float32, CPU)
+
+
+def test_an_adapter_beside_a_mixture_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    found = model, {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **options: found)
+    for has_peft in (True, False):
+        monkeypatch.setattr(transformers.utils, "is_peft_available", lambda has_peft=has_peft: has_peft)
+        with nullcontext() if has_peft else pytest.raises(TargetError, match="needs the package peft"):
+            assert target_files.load_target(tmp_path, torch.float32, CPU, None, True) is model
 
 
 OSS_SIZES = {"hidden_size": 160, "intermediate_size": 64, "vocab_size": 24}

@@ -133,14 +133,22 @@ def test_a_rehearsal_runs_each_kind_of_layer_once() -> None:
     assert ran.count("tree_attention") == 3 + 7
 
 
-def test_weights_are_held_once_and_the_model_still_generates() -> None:
-    model = tiny_target("qwen2")
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3moe", "gptoss"])
+def test_weights_are_held_once_and_the_model_still_generates(kind: str) -> None:
+    model: Any = tiny_target(kind)
     prompt = torch.tensor(random_prompts([9]))
-    before = model.generate(prompt, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
+    before = model.generate(prompt, max_new_tokens=8, do_sample=False)
     names = [name for name, _ in model.named_parameters()]
     first, second = FusedTarget(model, None), FusedTarget(model, None)
-    attention = model.model.layers[0].self_attn  # type: ignore[union-attr, index]
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
     assert first.layers[0].qkv.data_ptr() == second.layers[0].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
+    ours: list[Any] = [each.layers[0].mlp for each in (first, second)]
+    experts = getattr(mlp, "experts", None)
+    theirs = (
+        (mlp.gate_proj.weight, mlp.down_proj.weight) if experts is None else (experts.gate_up_proj, experts.down_proj)
+    )
+    for each in ours:
+        assert [each.gate_up.data_ptr(), each.down.data_ptr()] == [weight.data_ptr() for weight in theirs]
     assert [name for name, _ in model.named_parameters()] == names
-    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), before)  # type: ignore[operator]
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), before)

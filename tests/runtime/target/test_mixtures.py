@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step import plan, shapes
+from eagle_slim.runtime.step.shapes import ShapeChooser
 from eagle_slim.runtime.target import fused
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
@@ -16,7 +19,8 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.SpeedWarning")
+IGNORED = [f"ignore::eagle_slim.runtime.errors.{name}Warning" for name in ("Speed", "Acceptance")]
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 PROMPT = random_prompts([12])[0]
 NEW = 8
 
@@ -70,6 +74,32 @@ def test_a_mixture_is_fused_and_reuses_prefixes(own: Any, model: SpeculativeMode
     again = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
     assert first.token_ids == again.token_ids
     assert again.stats.num_reused_tokens > 0
+
+
+def test_passes_of_a_mixture_are_of_few_rows_and_chunks_of_many(model: SpeculativeModel) -> None:
+    """Shapes as a GPU chooses them, and times by rows, each of which may read other experts."""
+    runs, costs = model.target.runs, model._decoders.costs
+    assert runs.chunk_rows == (64, 512, 2048)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), runs=runs, exactness="rows are exact")
+    decoders: Any = SimpleNamespace(tree=shapes.LARGE, eager_reason=None)
+    chosen, _ = plan._choose_shapes(gpu, decoders, 1, None)
+    assert chosen == (shapes.CHAIN, *(each for each in (*shapes.OF_MIXTURES, shapes.LARGE) if each != shapes.CHAIN))
+    costs.add(None, 1, 100, 3.0)
+    costs.add(shapes.CHAIN, 1, 100, 5.0)
+    assert costs.guess(shapes.LARGE, 1, 100) == 62.0
+
+
+def test_shapes_that_change_at_every_step_change_no_token(
+    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = shapes.OF_MIXTURES
+    monkeypatch.setattr(plan, "_choose_shapes", lambda *_: (every, "for a test"))
+    monkeypatch.setattr(ShapeChooser, "next", lambda own, *_: every[own.steps.total() % len(every)])
+    monkeypatch.setattr(ShapeChooser, "is_unmeasured", lambda *_: False)
+    model, prompts = SpeculativeModel.from_pretrained(own, write_head(tmp_path / "head")), random_prompts([5, 9, 14])
+    output = model.generate(prompts, max_new_tokens=20, ignore_eos=True)
+    assert list(output.token_ids) == [plain_greedy(own, prompt, 20, eos=None) for prompt in prompts]
+    assert all(f"{each.total_tokens} nodes" in output.stats.path for each in every if each is not None)
 
 
 def test_sampled_answers_are_those_of_plain_decoding(model: SpeculativeModel) -> None:
