@@ -222,7 +222,7 @@ def run_experts(compiler: Compiler, groups: int) -> None:
 
 
 def run_gpt_oss(compiler: Compiler) -> None:
-    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token, a tree, and a prompt in float32."""
+    """Call a layer of experts in MXFP4, of gpt-oss-20b's size, for a token, a tree, and prompts."""
     count, width, hidden, top_k, bf16 = 32, 2880, 2880, 4, {"dtype": torch.bfloat16}
     sizes = count, count * 2 * width, count * hidden
     gate_up, down = (Mxfp4Weight.empty(size, hidden, torch.device("cpu")) for size in sizes[1:])
@@ -230,9 +230,9 @@ def run_gpt_oss(compiler: Compiler) -> None:
     layer = experts.Experts(
         torch.empty(count, hidden, **bf16), gate_up, down, top_k, False, biases, experts.Clamp(1.702, 7.0)
     )
-    # Float32 takes most of the shared memory, of which this chip has least.
-    most = [(CHUNK, torch.float32)] if compiler.chip.capability == 89 else []
-    for rows, dtype in [(1, torch.bfloat16), (NODES, torch.bfloat16), *most]:
+    # Of the chips of all kernels sm_120 has least shared memory, of which float32 takes most.
+    prompts = {90: (torch.bfloat16,), 120: (torch.bfloat16, torch.float32)}.get(compiler.chip.capability, ())
+    for rows, dtype in [(1, torch.bfloat16), (NODES, torch.bfloat16), *((CHUNK, each) for each in prompts)]:
         compiler.variant = f"{rows} rows, MXFP4, {dtype}"
         x = torch.zeros(rows, hidden, dtype=dtype)
         layer = replace(layer, router=layer.router.to(dtype), biases=experts.Biases(*(b.to(dtype) for b in biases)))

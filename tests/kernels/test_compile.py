@@ -20,7 +20,8 @@ SPILL_LIMIT_BYTES = 128
 # is gone through (64 rows by 128 numbers, among 128 threads); of gate and up in FP8 nine numbers that the end of 256
 # rows needs; on chips without wgmma, numbers that the end of a wide tile needs.
 WAITING_BYTES = {"main_kernel": 200, "gated_product_kernel": 36}
-WIDE_WITHOUT_WGMMA = {"add_product_kernel": 128}
+WIDE_WITHOUT_WGMMA = {"add_product_kernel": 128, "gated_experts_kernel": 48, "add_experts_kernel": 128}
+WIDE_WITHOUT_WGMMA |= {"combine_kernel": 16}
 
 CASES = {
     "sm_80": ["--chip", "80", "--small"],
