@@ -242,6 +242,15 @@ def test_a_router_chooses_as_transformers_own(device: str, router: Any, normalis
         assert torch.equal(logits.gather(1, routing.picks.experts.long()), logits.gather(1, picked))
 
 
+def test_experts_are_added_in_the_order_of_slots(device: str) -> None:
+    """Of equal logits in that of their ids: two large results cancel before small ones are added."""
+    experts = experts_of(torch.float32, device, hidden=64, width=16, count=4, top_k=4)
+    experts.router.zero_()
+    experts.gate_up.copy_(experts.gate_up[:32].repeat(4, 1))
+    experts.down.copy_(torch.tensor([2.0**24, -(2.0**24), 1, 1], device=device).repeat_interleave(64)[:, None])
+    check(experts, torch.randn(2, 64, device=device))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [None, *QUANTISE, "gpt-oss", "MXFP4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
