@@ -145,7 +145,7 @@ def join_options(
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:
-            near = get_close_matches(name, (*_SERVED, *_OURS), n=1)
+            near = get_close_matches(name, ("input_ids", *_SERVED, *_OURS), n=1)
             hint = f" Did you mean {near[0]}?" if near else _PROCESSORS
             raise UsageError(f"There is no option {name!r}.{hint}")
         if name in _SERVED:
@@ -203,7 +203,7 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
     ignored = [f"{name}={value}" for name, value in given.items() if value not in _WITHOUT_WARNING[name]]
     if ignored:
         message = f"{', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample."
-        warnings.warn(f"Decoding is greedy: {message}", SamplingWarning, stacklevel=4)
+        warnings.warn(f"Decoding is greedy: {message}", SamplingWarning, stacklevel=5)
     return SamplingConfig(seed=sampling.seed)
 
 
