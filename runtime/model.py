@@ -332,7 +332,8 @@ class SpeculativeModel:
         for options that contradict each other, are not served, or lack a tokenizer; `LogitsError` for logits that
         are no distribution; `DeviceMemoryError`.
         """
-        if not (streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))):
+        is_streamer = hasattr(streamer, "put") and hasattr(streamer, "end") and not isinstance(streamer, type)
+        if not (streamer is None or is_streamer):
             raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)
         try:
             call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)

@@ -47,7 +47,7 @@ _OF_MODES = ("num_beams", "penalty_alpha", "dola_layers", "token_healing")
 _ON_GREEDY = (*_OF_LENGTHS, *_OF_LOGITS, *_OF_ENCODERS, *_OF_MODES)
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-_PROCESSORS = " What changes logits can be given as a logits_processor."
+_PROCESSORS = " What changes logits can be given as a logits_processor, what a chat template makes as token ids."
 _WITHOUT_WARNING = {"temperature": (0.0, 1.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
 """Values that transformers takes without a warning in greedy decoding."""
 
@@ -178,7 +178,7 @@ def read_count(name: str, value: Any, least: int) -> int:
 
 def read_tokenizer(given: Any) -> Any:
     """Return a tokenizer. Raises `UsageError` for anything else, such as the name of one."""
-    if not callable(given) or not hasattr(given, "decode"):
+    if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):
         raise misfit("tokenizer", "a loaded tokenizer of transformers", given)
     return given
 

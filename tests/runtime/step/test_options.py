@@ -14,7 +14,14 @@ from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.sweeps import sweep
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
-from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+    WatermarkingConfig,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 PROMPTS = random_prompts([1, 4, 9])
@@ -343,4 +350,8 @@ def test_a_streamer_is_ended_where_the_call_fails(model):
         model.generate([3, 4], streamer=reader, max_new_tokens=-1)
     with raises(UsageError, option="streamer"):
         model.generate(PROMPTS, streamer=reader)
+    with raises(UsageError, option="streamer"):
+        model.generate([3, 4], streamer=TextStreamer)
+    with raises(UsageError, option="tokenizer"):
+        model.generate([3, 4], tokenizer=PreTrainedTokenizerFast)
     assert reader.end.call_count == 3

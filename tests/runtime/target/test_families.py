@@ -83,13 +83,6 @@ def test_a_window_that_no_layer_reads_is_told(tmp_path: Path, family: str) -> No
     assert tokens == plain_greedy(target, prompt, 16, eos=None)
 
 
-def test_weights_that_are_elsewhere_are_refused(tmp_path: Path) -> None:
-    target = tiny_target("llama")
-    target.lm_head.to("meta")
-    with pytest.raises(UnsupportedModelError, match="not loaded, or offloaded"):
-        SpeculativeModel.from_pretrained(target, write_head(tmp_path))
-
-
 def test_text_of_a_vision_language_model_whose_tower_has_as_many_layers(tmp_path: Path) -> None:
     text = tiny_target("qwen2").config
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
