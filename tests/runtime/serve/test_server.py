@@ -21,6 +21,7 @@ import openai
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.serve import engine
+from eagle_slim.runtime.serve.cli import main
 from eagle_slim.runtime.step import decoder, prefill
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -337,3 +338,29 @@ def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "grace", "code"), [(signal.SIGTERM, "60", 0), (signal.SIGTERM, "0", 0), (signal.SIGINT, "0", 130)]
+)
+def test_a_signal_ends_a_server_that_loads(
+    number: signal.Signals, grace: str, code: int, pair: tuple[Path, Path]
+) -> None:
+    command = [sys.executable, "-m", "eagle_slim.runtime.serve.cli", pair[1], "--target", pair[0], "--port", "0"]
+    server = subprocess.Popen([*command, "--grace", grace], stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        next(line for line in server.stderr if line.startswith("loading"))
+        server.send_signal(number)
+        log = server.communicate(timeout=60)[1]
+        assert (server.returncode, "error" in log) == (code, False), log
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--api-key", ""])
+    assert (ended.value.code, "--api-key is empty" in capsys.readouterr().err) == (2, True)
