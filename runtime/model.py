@@ -316,8 +316,8 @@ class SpeculativeModel:
                     sampling, whatever the target's own generation configuration says.
                 min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids, stop_strings:
                     default to the target's own generation configuration.
-                eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
-                    max_time (seconds), return_dict_in_generate. The following are arguments alone.
+                eos_token_id: default the target's own; None: no end. pad_token_id: fills ``sequences``.
+                    num_return_sequences, max_time (seconds), return_dict_in_generate. What follows are arguments alone.
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
                     in a tensor [prompts, seq], unless it is an end of sequence too.
                 seed: fixes every draw, together with the prompt's place in the call; None draws one from PyTorch's
@@ -422,9 +422,8 @@ class SpeculativeModel:
         described = {"max_new_tokens": max_length - half, "seed": 0, **options}
         call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
         call = replace(call, requests=call.requests * num_prompts)
-        how: dict[str, Any] = {"partial_verification": partial_verification}
-        how |= {"max_slots": max_slots, "speculative": speculative}
-        plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, **how)
+        how: dict[str, Any] = {"max_slots": max_slots, "partial_verification": partial_verification}
+        plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, speculative=speculative, **how)
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 

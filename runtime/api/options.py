@@ -1,7 +1,8 @@
 """Options of a call by transformers' names: keywords, then a given `GenerationConfig`, then the target's own penalties.
 
 What is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
-configuration that would change greedy decoding. An option that is None counts as not given.
+configuration that would change greedy decoding. A keyword that is None asks for nothing, as in transformers: for no
+penalty, for no end of sequence; a field that is None is not given.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def read_call(
     text_config, device = target.text_config, target.device
     configs = (target.generation_config, text_config)
     target_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
-    ends = _read_ids("eos_token_id", options.get("eos_token_id"), target_ends)
+    no_end = fields.get("eos_token_id", ()) is None
+    ends = [] if no_end else _read_ids("eos_token_id", options.get("eos_token_id"), target_ends)
     vocab = int(text_config.vocab_size)
     # No token has ids outside the vocabulary, so they end nothing.
     eos = frozenset(token for token in ends if 0 <= token < vocab)
@@ -149,7 +151,7 @@ def join_options(
             hint = f" Did you mean {near[0]}?" if near else _PROCESSORS
             raise UsageError(f"There is no option {name!r}.{hint}")
         if name in _SERVED:
-            joined[name] = joined.get(name) if value is None else value
+            joined[name] = joined.get(name) if value is None and name not in keywords else value
         elif not _asks_nothing(name, value):
             raise UsageError(f"The option {name!r} is not served.{_PROCESSORS}")
     return {name: value for name, value in joined.items() if value is not None}

@@ -191,8 +191,7 @@ async def _refuse(request: Any, error: Exception) -> Any:
     """Return the response to a call that is refused or has failed."""
     from starlette.requests import ClientDisconnect
 
-    is_there = not isinstance(error, ClientDisconnect)
-    refusal = refusal_of(error) if is_there else RefusedError("The client has hung up.", 499)
+    refusal = RefusedError("The client is gone.", 499) if isinstance(error, ClientDisconnect) else refusal_of(error)
     if not refusal.is_logged:
         # The field is a client's text.
         field = "" if refusal.param is None else brief(refusal.param)

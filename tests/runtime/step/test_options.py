@@ -123,6 +123,21 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model, place)
         assert found.token_ids == expected, options
 
 
+def test_a_keyword_of_none_switches_off_what_the_target_asks_for(model, monkeypatch):
+    plain = own_generate(model, PROMPTS[2:], max_new_tokens=12, eos_token_id=None)
+    first, second = plain[0][:2]
+    asked = {"repetition_penalty": 1.8, "suppress_tokens": [first], "bad_words_ids": [[first, second]]}
+    for name, value in {**asked, "no_repeat_ngram_size": 1, "eos_token_id": [second]}.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+        ends = {"eos_token_id": None, "max_new_tokens": 12}
+        assert model.generate(PROMPTS[2:], **{**ends, name: None}).token_ids == plain
+        unset = GenerationConfig(**{name: None, "max_new_tokens": 12})
+        more = {} if name == "eos_token_id" else {"eos_token_id": None}
+        changed = own_generate(model, PROMPTS[2:], max_new_tokens=12, **more)
+        assert model.generate(PROMPTS[2:], generation_config=unset, **more).token_ids == changed != plain
+        monkeypatch.undo()
+
+
 def test_a_configuration_that_asks_for_more_is_refused(model):
     asked = {"watermarking_config": WatermarkingConfig(), "token_healing": True, "stop_strings": ["a"]}
     asked |= {"forced_eos_token_id": 5, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
