@@ -1,8 +1,7 @@
 """Options of a call by transformers' names: keywords, then a given `GenerationConfig`, then the target's own penalties.
 
 What is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
-configuration that would change greedy decoding. A keyword that is None asks for nothing, as in transformers: for no
-penalty, for no end of sequence; a field that is None is not given.
+configuration that would change greedy decoding. A keyword of None asks for nothing, a field of None is not given.
 """
 
 from __future__ import annotations
@@ -194,7 +193,8 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
     temperature, do_sample = keywords.get("temperature"), keywords.get("do_sample")
     if do_sample is None and temperature is None:
         do_sample = options.get("do_sample")
-    samples = bool(temperature) if do_sample is None else read_flag("do_sample", do_sample)
+    is_hot = temperature is not None and not SamplingConfig(temperature=temperature).is_greedy
+    samples = is_hot if do_sample is None else read_flag("do_sample", do_sample)
     named = options if samples else keywords
     given = {name: named[name] for name in SAMPLING if named.get(name) is not None}
     sampling = SamplingConfig(**{"temperature": 1.0, **given}, seed=0 if seed is None else seed)
@@ -210,7 +210,8 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
 
 
 def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, (str, Mapping)) else (stop,)
+    given = stop.tolist() if hasattr(stop, "tolist") else () if stop is None else stop
+    stops = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else (given,)
     if stops and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer. Load the model with one.")
     if not all(isinstance(text, str) and text for text in stops):
@@ -237,7 +238,7 @@ def _read_deadline(max_time: Any) -> float | None:
 
 def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
     """Return one callable, or a list of them such as a `StoppingCriteriaList` of transformers, as a tuple."""
-    calls = [given] if callable(given) and not isinstance(given, Sequence) else given or ()
+    calls = [given] if callable(given) and not isinstance(given, Sequence) else () if given is None else given
     # A class would make an object of what it is called with.
     if not isinstance(calls, Sequence) or not all(callable(each) and not isinstance(each, type) for each in calls):
         raise misfit(name, "a list of callables of (input_ids, scores), as in transformers", given)

@@ -80,8 +80,7 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     except OSError as error:
         way = "Name another address (--host), or another port: --port 0 takes a free one"
         raise EagleSlimError(f"{host}, port {port}: {error.strerror or error}. {way}.") from error
-    # The socket may be closed before the model is loaded.
-    port = bound.getsockname()[1]
+    port = bound.getsockname()[1]  # while it is open
     sys.setswitchinterval(_SWITCH_S)
     # Raised once more when the server has ended by it.
     signal.signal(signal.SIGTERM, lambda *_: None)

@@ -370,3 +370,12 @@ def test_a_streamer_is_ended_where_the_call_fails(model):
     with raises(UsageError, option="tokenizer"):
         model.generate([3, 4], tokenizer=PreTrainedTokenizerFast)
     assert reader.end.call_count == 3
+
+
+def test_values_of_other_types_are_refused_by_name(model):
+    pair = torch.tensor([1, 2])
+    wrong = {"suppress_tokens": [[3]], "no_repeat_ngram_size": pair, "repetition_penalty": pair, "temperature": pair}
+    wrong |= {"stop": pair, "stopping_criteria": pair, "min_new_tokens": []}
+    for name, value in wrong.items():
+        with raises(UsageError, option=name):
+            model.generate([3, 4], **{name: value})
