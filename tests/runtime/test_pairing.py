@@ -247,6 +247,12 @@ def test_an_option_that_is_not_there_is_told_what_to_write(option: str, now: str
         SpeculativeModel.from_pretrained("no/such-target", **{option: 1})
 
 
+@pytest.mark.parametrize("device", [{"": "cpu"}, 2**63, True], ids=str)
+def test_a_device_is_no_map_of_devices(tmp_path: Path, device: Any) -> None:
+    with raises(UsageError, option="device"):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), device=device)
+
+
 def test_a_target_that_nobody_names_or_that_is_not_there(tmp_path: Path) -> None:
     for target in (None, tmp_path / "missing"):
         with raises(UsageError, option="arget"):
