@@ -90,13 +90,12 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run `eagle-serve`."""
+    """Run `eagle-serve`. Leave at once where a model still loads: libraries abort at the end beside their threads."""
     try:
         run_cli(serve, args, "eagle-serve")
     except SystemExit as end:
-        if "engine" not in {thread.name for thread in threading.enumerate()}:
+        if "closed engine" not in {thread.name for thread in threading.enumerate()}:
             raise
-        # It loads still. Libraries whose threads outlive the interpreter abort the process.
         os._exit(int(end.code or 0))
 
 
