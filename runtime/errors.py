@@ -62,7 +62,7 @@ class SpeedWarning(UserWarning):
 
 
 class TargetWarning(UserWarning):
-    """Another copy of the target stands in for the one that was named."""
+    """The target is another copy than was named, or not what its configuration says."""
 
 
 class HeadWarning(UserWarning):

@@ -48,7 +48,7 @@ from .errors import AcceptanceWarning, UsageError, misfit
 from .opening.heads import OpenedHead, open_head
 from .opening.pairing import check_pairing, check_tokenizers, check_vocabulary, resolve_tap_layers
 from .opening.targets import OpenedTarget, open_target, read_place
-from .ops import garbage_kept
+from .ops import HOST, current, garbage_kept
 from .settings import TreeConfig, check_tree, explain_unknown
 from .step.decoders import Decoders
 from .step.graphs import WarmUp
@@ -160,17 +160,9 @@ class SpeculativeModel:
                 location, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
             )
             target = replace(found, name=opened.target_name) if target is None else found
-        return pair(
-            target,
-            opened,
-            draft_vocab=draft_vocab,
-            tree=tree,
-            drafter=drafter,
-            draft_weights=draft_weights,
-            tokenizer=tokenizer,
-            max_model_len=max_model_len,
-            draft_window=draft_window,
-        )
+        shared: dict[str, Any] = {"draft_vocab": draft_vocab, "tree": tree, "drafter": drafter, "tokenizer": tokenizer}
+        shared |= {"draft_weights": draft_weights, "max_model_len": max_model_len, "draft_window": draft_window}
+        return pair(target, opened, **shared)
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -290,6 +282,7 @@ class SpeculativeModel:
         """Rows that are drafted over."""
         return self.drafter.weights.draft_vocab
 
+    @current(HOST)
     def generate(
         self,
         input_ids: Prompts | None = None,
@@ -323,8 +316,8 @@ class SpeculativeModel:
                     sampling, whatever the target's own generation configuration says.
                 min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids, stop_strings:
                     default to the target's own generation configuration.
-                eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
-                    max_time (seconds), return_dict_in_generate. The following are arguments alone.
+                eos_token_id: default the target's own; None: no end. pad_token_id: fills ``sequences``.
+                    num_return_sequences, max_time (seconds), return_dict_in_generate. What follows are arguments alone.
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
                     in a tensor [prompts, seq], unless it is an end of sequence too.
                 seed: fixes every draw, together with the prompt's place in the call; None draws one from PyTorch's
@@ -339,21 +332,14 @@ class SpeculativeModel:
         for options that contradict each other, are not served, or lack a tokenizer; `LogitsError` for logits that
         are no distribution; `DeviceMemoryError`.
         """
-        if not (streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))):
+        is_streamer = hasattr(streamer, "put") and hasattr(streamer, "end") and not isinstance(streamer, type)
+        if not (streamer is None or is_streamer):
             raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)
         try:
             call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
-            plan = plan_call(
-                self.target,
-                self._decoders,
-                call,
-                self.is_tree_sized,
-                max_slots=max_slots,
-                speculative=speculative,
-                reuse_prefix=reuse_prefix,
-                time_phases=time_phases,
-                partial_verification=partial_verification,
-            )
+            how: dict[str, Any] = {"max_slots": max_slots, "speculative": speculative, "reuse_prefix": reuse_prefix}
+            how |= {"time_phases": time_phases, "partial_verification": partial_verification}
+            plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, **how)
             if streamer is not None:
                 if len(call.requests) != 1:
                     raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
@@ -435,15 +421,9 @@ class SpeculativeModel:
         half = max(1, max_length // 2)
         described = {"max_new_tokens": max_length - half, "seed": 0, **options}
         call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
-        plan = plan_call(
-            self.target,
-            self._decoders,
-            replace(call, requests=call.requests * num_prompts),
-            self.is_tree_sized,
-            max_slots=max_slots,
-            speculative=speculative,
-            partial_verification=partial_verification,
-        )
+        call = replace(call, requests=call.requests * num_prompts)
+        how: dict[str, Any] = {"max_slots": max_slots, "partial_verification": partial_verification}
+        plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, speculative=speculative, **how)
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 
@@ -501,11 +481,12 @@ class SpeculativeModel:
                 f"it; its d2t_form or tap layers are wrong; a draft vocabulary of {self.draft_vocab} misses this "
                 "text's tokens; or the prompts lack the chat template that the head was trained on.",
                 AcceptanceWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
 @explain_unknown(_MOVED)
+@current(HOST)
 def pair(
     target: OpenedTarget,
     head: OpenedHead,
@@ -556,7 +537,7 @@ def pair(
     check_computable(head.head, drafter)
     check_tree_fits(len(draft_ids), shape)
     for warning in head.head.warnings:
-        warnings.warn(warning, stacklevel=5)
+        warnings.warn(warning, stacklevel=6)
     text_config = target.config.get_text_config()
     check_pairing(head.head, text_config, str(target))
     if target.name is not None:

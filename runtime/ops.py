@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
+HOST = torch.device("cpu")
 _SIDE_TURN = threading.RLock()
 _GARBAGE = threading.Lock()
 
@@ -71,9 +72,12 @@ def named_range(name: str) -> Iterator[None]:
             torch.cuda.nvtx.range_pop()
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device`` the current GPU for a block; nothing on a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the current GPU for a block, and the CPU the default device, whatever the user's is."""
+    gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with gpu, nullcontext() if torch.get_default_device() == HOST else HOST:
+        yield
 
 
 def lacks_fp8(device: torch.device) -> str | None:

@@ -1,7 +1,7 @@
 """Options of a call by transformers' names: keywords, then a given `GenerationConfig`, then the target's own penalties.
 
 What is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
-configuration that would change greedy decoding. An option that is None counts as not given.
+configuration that would change greedy decoding. A keyword of None asks for nothing, a field of None is not given.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OF_MODES = ("num_beams", "penalty_alpha", "dola_layers", "token_healing")
 _ON_GREEDY = (*_OF_LENGTHS, *_OF_LOGITS, *_OF_ENCODERS, *_OF_MODES)
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-_PROCESSORS = " What changes logits can be given as a logits_processor."
+_PROCESSORS = " What changes logits can be given as a logits_processor, what a chat template makes as token ids."
 _WITHOUT_WARNING = {"temperature": (0.0, 1.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
 """Values that transformers takes without a warning in greedy decoding."""
 
@@ -81,7 +81,8 @@ def read_call(
     text_config, device = target.text_config, target.device
     configs = (target.generation_config, text_config)
     target_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
-    ends = _read_ids("eos_token_id", options.get("eos_token_id"), target_ends)
+    no_end = fields.get("eos_token_id", ()) is None
+    ends = [] if no_end else _read_ids("eos_token_id", options.get("eos_token_id"), target_ends)
     vocab = int(text_config.vocab_size)
     # No token has ids outside the vocabulary, so they end nothing.
     eos = frozenset(token for token in ends if 0 <= token < vocab)
@@ -145,11 +146,11 @@ def join_options(
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:
-            near = get_close_matches(name, (*_SERVED, *_OURS), n=1)
+            near = get_close_matches(name, ("input_ids", *_SERVED, *_OURS), n=1)
             hint = f" Did you mean {near[0]}?" if near else _PROCESSORS
             raise UsageError(f"There is no option {name!r}.{hint}")
         if name in _SERVED:
-            joined[name] = joined.get(name) if value is None else value
+            joined[name] = joined.get(name) if value is None and name not in keywords else value
         elif not _asks_nothing(name, value):
             raise UsageError(f"The option {name!r} is not served.{_PROCESSORS}")
     return {name: value for name, value in joined.items() if value is not None}
@@ -178,7 +179,7 @@ def read_count(name: str, value: Any, least: int) -> int:
 
 def read_tokenizer(given: Any) -> Any:
     """Return a tokenizer. Raises `UsageError` for anything else, such as the name of one."""
-    if not callable(given) or not hasattr(given, "decode"):
+    if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):
         raise misfit("tokenizer", "a loaded tokenizer of transformers", given)
     return given
 
@@ -192,7 +193,8 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
     temperature, do_sample = keywords.get("temperature"), keywords.get("do_sample")
     if do_sample is None and temperature is None:
         do_sample = options.get("do_sample")
-    samples = bool(temperature) if do_sample is None else read_flag("do_sample", do_sample)
+    is_hot = temperature is not None and not SamplingConfig(temperature=temperature).is_greedy
+    samples = is_hot if do_sample is None else read_flag("do_sample", do_sample)
     named = options if samples else keywords
     given = {name: named[name] for name in SAMPLING if named.get(name) is not None}
     sampling = SamplingConfig(**{"temperature": 1.0, **given}, seed=0 if seed is None else seed)
@@ -203,12 +205,13 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
     ignored = [f"{name}={value}" for name, value in given.items() if value not in _WITHOUT_WARNING[name]]
     if ignored:
         message = f"{', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample."
-        warnings.warn(f"Decoding is greedy: {message}", SamplingWarning, stacklevel=4)
+        warnings.warn(f"Decoding is greedy: {message}", SamplingWarning, stacklevel=5)
     return SamplingConfig(seed=sampling.seed)
 
 
 def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, (str, Mapping)) else (stop,)
+    given = stop.tolist() if hasattr(stop, "tolist") else () if stop is None else stop
+    stops = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else (given,)
     if stops and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer. Load the model with one.")
     if not all(isinstance(text, str) and text for text in stops):
@@ -235,7 +238,7 @@ def _read_deadline(max_time: Any) -> float | None:
 
 def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
     """Return one callable, or a list of them such as a `StoppingCriteriaList` of transformers, as a tuple."""
-    calls = [given] if callable(given) and not isinstance(given, Sequence) else given or ()
+    calls = [given] if callable(given) and not isinstance(given, Sequence) else () if given is None else given
     # A class would make an object of what it is called with.
     if not isinstance(calls, Sequence) or not all(callable(each) and not isinstance(each, type) for each in calls):
         raise misfit(name, "a list of callables of (input_ids, scores), as in transformers", given)

@@ -83,10 +83,10 @@ def build_processors(
 
     builders: dict[str, Callable[[Any], Any]] = {
         "repetition_penalty": lambda v: v != 1 and hf.RepetitionPenaltyLogitsProcessor(float(v)),
-        "no_repeat_ngram_size": lambda v: v and hf.NoRepeatNGramLogitsProcessor(v),
+        "no_repeat_ngram_size": lambda v: v != 0 and hf.NoRepeatNGramLogitsProcessor(v),
         "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(v, ends()),
         "min_new_tokens": lambda v: (
-            v and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, v, ends(), **place)
+            v != 0 and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, v, ends(), **place)
         ),
         "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
     }
@@ -96,14 +96,14 @@ def build_processors(
             raise misfit(name, "a number, or token ids", value)
         try:
             processor = builders[name](value)
-        except (TypeError, ValueError) as error:
+            named = {"bad_words_ids": value, "suppress_tokens": [value]}.get(name, ())
+            wrong = [token for token in chain.from_iterable(named) if not 0 <= token < vocab_size]
+        except (RuntimeError, TypeError, ValueError) as error:
             raise UsageError(f"transformers refuses {name} = {value!r}: {error}") from error
         if name == "bad_words_ids" and not all(len(word) for word in value):
             raise misfit(name, "words of at least one token", value)
-        named = {"bad_words_ids": value, "suppress_tokens": [value]}.get(name, ())
-        for token in chain.from_iterable(named):
-            if not 0 <= token < vocab_size:
-                raise UsageError(f"{name} names token {token}; the target's ids are 0 to {vocab_size - 1}.")
+        if wrong:
+            raise UsageError(f"{name} names token {wrong[0]}; the target's ids are 0 to {vocab_size - 1}.")
         if processor:
             steps.append((name, processor))
     steps += [(type(processor).__name__, processor) for processor in extra]

@@ -221,16 +221,10 @@ class Measurement:
         self.omissions[batch, message] = replace(first, candidate=name, num_times=first.num_times + 1)
 
     def _generate(self, candidate: Candidate, ids: Sequence[Any], mode: str, batch: int) -> GenerationOutput:
-        output: GenerationOutput = candidate.model.generate(
-            ids,
-            max_new_tokens=self.options.max_new_tokens,
-            max_slots=batch,
-            speculative=not candidate.is_plain,
-            time_phases=True,
-            **self.options.generation(mode),
-            partial_verification=None if candidate.is_plain else self.options.partial_verification,
-        )
-        return output
+        ahead = None if candidate.is_plain else self.options.partial_verification
+        how: dict[str, Any] = {"max_slots": batch, "time_phases": True, **self.options.generation(mode)}
+        how |= {"max_new_tokens": self.options.max_new_tokens, "partial_verification": ahead}
+        return candidate.model.generate(ids, speculative=not candidate.is_plain, **how)
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -96,16 +96,10 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
 
     try:
         # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
-        llama = LlamaConfig(
-            hidden_size=rotated,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=rotated,
-            max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            rope_theta=theta,
-            rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
-            **beside,
-        )
+        sizes = {"hidden_size": rotated, "head_dim": rotated, "num_attention_heads": 1, "num_key_value_heads": 1}
+        sizes["max_position_embeddings"] = config.get("max_position_embeddings") or 2048
+        named = None if kind == "default" else {**scaling, "rope_type": kind}
+        llama = LlamaConfig(**sizes, rope_theta=theta, rope_scaling=named, **beside)
         if kind in _BY_LENGTH:
 
             def for_length(num_tokens: int) -> RotaryEmbedding:

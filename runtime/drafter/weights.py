@@ -272,5 +272,7 @@ def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray
         raise UnsupportedModelError(
             f"{head.location} drafts with the target's LM head, in {target.lm_head.dtype}: load it in a float type."
         )
-    rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
-    return target.lm_head.detach()[rows].to(target.device, target.dtype)
+    shared = target.lm_head.detach()
+    # What wraps quantised numbers, as torchao's tensors do, need not know rows, nor what the drafter does with them.
+    shared = shared if type(shared) is Tensor else shared.dequantize()
+    return shared[torch.from_numpy(draft_ids).to(shared.device)].to(target.device, target.dtype)

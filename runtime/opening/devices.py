@@ -27,7 +27,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(device)
         torch.zeros(1, device=place).item()
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"device = {str(device)!r} cannot be computed on ({reason}). Use cpu, cuda or cuda:1, or leave it out."

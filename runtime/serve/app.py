@@ -189,7 +189,9 @@ def _response(body: Any, status: int = 200, headers: Any = None, kind: str = "ap
 
 async def _refuse(request: Any, error: Exception) -> Any:
     """Return the response to a call that is refused or has failed."""
-    refusal = refusal_of(error)
+    from starlette.requests import ClientDisconnect
+
+    refusal = RefusedError("The client is gone.", 499) if isinstance(error, ClientDisconnect) else refusal_of(error)
     if not refusal.is_logged:
         # The field is a client's text.
         field = "" if refusal.param is None else brief(refusal.param)

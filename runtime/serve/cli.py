@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
 from typing import Any, NoReturn
 
 import click
@@ -46,9 +48,11 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     """
     names = ("names", "api_keys", "max_waiting", "origins", "slots", "grace_s")
     serving = {name: options.pop(name) for name in names}
+    if "" in serving["api_keys"]:
+        raise UsageError("--api-key is empty, which every call would match. Give a key, or leave it out.")
 
     def ready(about: str) -> None:
-        note(f"serving {', '.join(service.names)} at http://{host}:{bound.getsockname()[1]}/v1: {about}")
+        note(f"serving {', '.join(service.names)} at http://{host}:{port}/v1: {about}")
 
     def ended() -> None:
         server.should_exit = True
@@ -76,6 +80,7 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     except OSError as error:
         way = "Name another address (--host), or another port: --port 0 takes a free one"
         raise EagleSlimError(f"{host}, port {port}: {error.strerror or error}. {way}.") from error
+    port = bound.getsockname()[1]  # while it is open
     sys.setswitchinterval(_SWITCH_S)
     # Raised once more when the server has ended by it.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -85,8 +90,13 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run `eagle-serve`."""
-    run_cli(serve, args, "eagle-serve")
+    """Run `eagle-serve`. Leave at once where a model still loads: libraries abort at the end beside their threads."""
+    try:
+        run_cli(serve, args, "eagle-serve")
+    except SystemExit as end:
+        if "closed engine" not in {thread.name for thread in threading.enumerate()}:
+            raise
+        os._exit(int(end.code or 0))
 
 
 if __name__ == "__main__":

@@ -235,6 +235,8 @@ def _read_call(
     drawn = {"temperature": 1.0, "seed": secrets.randbelow(2**63), **fields}
     if drawn.get("top_k") == -1:  # what other servers call all
         drawn["top_k"] = 0
+    if type(drawn["seed"]) is int:  # OpenAI's is any
+        drawn["seed"] %= 2**63
     sampling = SamplingConfig(**{name: drawn[name] for name in (*_SAMPLING, "seed") if name in drawn})
     options = {name: fields[name] for name in _OPTIONS & fields.keys()}
     name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
@@ -247,7 +249,8 @@ def _read_call(
     elif not isinstance(prompts, list) or not prompts or not all(isinstance(each, (str, list)) for each in prompts):
         raise misfit("prompt", "a text, a list of token ids, or a list of either", prompts)
     if len(prompts) * count > most:
-        raise UsageError(f"prompt and n ask for {len(prompts) * count} answers; a call has at most {most}.")
+        asked = "prompt and n ask" if len(prompts) > 1 else "n asks"
+        raise UsageError(f"{asked} for {len(prompts) * count} answers; a call has at most {most}.")
     name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
     shared = {"id": name, "created": int(time.time()), "model": fields.get("model", names[0])}
     if sampling.is_greedy:
@@ -288,9 +291,11 @@ def _encode_chat(model: SpeculativeModel, fields: Mapping[str, Any]) -> list[int
     if not isinstance(more, dict):
         raise misfit("chat_template_kwargs", "an object", more)
     known = signature(model.tokenizer.apply_chat_template).parameters if model.tokenizer else {}
-    if wrong := sorted(more.keys() & known.keys()):
+    if wrong := sorted(more.keys() & {"messages", *known}):
         raise RefusedError(f"{wrong[0]} is not served in chat_template_kwargs.", param="chat_template_kwargs")
     if fields.get("tools") and fields.get("tool_choice") != "none":
+        if "tools" not in str(getattr(model.tokenizer, "chat_template", None)):
+            raise RefusedError("The model's chat template takes no tools.", code="unsupported_parameter", param="tools")
         more = {**more, "tools": fields["tools"]}
     said = [_read_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
     return encode_conversation(model.tokenizer, said, more)

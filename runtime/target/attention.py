@@ -108,6 +108,7 @@ class ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.attended: set[int] = set()
+        self.windows: set[int | None] = set()
         self._stored: dict[int, tuple[int, Tensor]] = {}
         self._last = -1
 
@@ -119,13 +120,14 @@ class ShapeProbe:
         self.shapes[layer] = LayerShape(0, keys.shape[1], keys.shape[3], values.shape[3])
         return keys, values
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, _params: AttentionParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Give zeros, as wide as the values."""
         if self._last < 0:
             raise UnsupportedModelError("A layer attends to keys that it did not hand to the KV cache.")
         layer, _ = self._stored.get(key.data_ptr(), (self._last, key))
         is_direct = key.data_ptr() in self._stored
         self.attended.add(layer)
+        self.windows.add(params.window)
         self.shapes[layer] = self.shapes[layer]._replace(heads=query.shape[1], is_direct=is_direct)
         return query.new_zeros((*query.shape[:3], value.shape[3]))
 

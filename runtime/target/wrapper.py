@@ -22,7 +22,7 @@ from eagle_slim.vocab_tools.compat import attention_name, is_recurrent, takes_at
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..errors import EagleSlimError, PairingError, SpeedWarning, UnsupportedModelError, UsageError, brief
+from ..errors import EagleSlimError, PairingError, SpeedWarning, TargetWarning, UnsupportedModelError, UsageError, brief
 from ..ops import current, side_stream
 from . import attention, fused
 from .attention import CacheContext, ShapeProbe
@@ -180,18 +180,19 @@ class TargetModel(Target):
                 advice = DEQUANTISED if is_fp4 else "load the target in another form (without target_weights = 'fp8')"
                 problem = f"The target has {note}, which transformers' own forward does not run: {reason}"
                 raise UnsupportedModelError(f"{problem}. Undo that, or {advice}.")
-            if is_fp4 and self.device.type not in fused.FUSED_ON and note not in self._warned:
-                self._warned.add(note)
-                message = f"On the {self.device.type} experts are unpacked at each use, slowly: {DEQUANTISED}."
-                warnings.warn(message, SpeedWarning, stacklevel=2)
+            if is_fp4 and self.device.type not in fused.FUSED_ON:
+                self._warn_once(f"On the {self.device.type} experts are unpacked at each use, slowly: {DEQUANTISED}.")
             return Choice("fused", note)
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
         could_be = self._asked == "auto" and self.device.type in fused.FUSED_ON and family_of(self.model)
-        if could_be and backend.name != "fused" and backend.reason not in self._warned:
-            self._warned.add(backend.reason)
-            message = f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}."
-            warnings.warn(message, SpeedWarning, stacklevel=2)
+        if could_be and backend.name != "fused":
+            self._warn_once(f"transformers' own forward runs it, more slowly than ours could: {backend.reason}.")
         return backend
+
+    def _warn_once(self, message: str, kind: type[UserWarning] = SpeedWarning) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, kind, stacklevel=3)
 
     @property
     def runs(self) -> Target:
@@ -249,6 +250,12 @@ class TargetModel(Target):
             how = f"by a forward of its own, not by the registered function {attention.ATTENTION_NAME!r}"
             where = f"{type(self.model).__name__} attends in layer {skipped[0] if skipped else 0}"
             raise UnsupportedModelError(f"{where} {how}.")
+        window: Any = getattr(self.text_config, "sliding_window", None)
+        is_cut = "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ["sliding_attention"])
+        if is_cut and window not in (None, *probe.windows) and window < (self.max_positions or window + 1):
+            what = f"{type(self.model).__name__} does not read sliding_window = {window} of its configuration"
+            other = "transformers' generate cuts its KV cache there, and gives another text than with use_cache=False"
+            self._warn_once(f"{what}: each token sees all before it. {other}.", TargetWarning)
         return tuple(shape for _, shape in sorted(probe.shapes.items()))
 
     @cached_property
@@ -418,6 +425,8 @@ def _problems(model: Any) -> Iterator[str]:
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
+    if any(weight.is_meta for weight in model.parameters()):
+        yield "has weights that are not loaded, or offloaded: they are on the meta device. Load all on a single one."
     asked = (attention_name(getattr(module, "config", None)) for module in model.modules())
     for name in {each for each in asked if isinstance(each, str)}:
         if not attention.is_built_in(name):

@@ -24,11 +24,12 @@ from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.target.wrapper import check_supported
 from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
-from support.changed_models import PeftStandIn
+from support.changed_models import PeftStandIn, Wrapper
 from support.conversion import BY_ID, convert
 from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
-from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
+from support.tiny_models import HIDDEN, VOCAB, plain_greedy, tiny_target, write_head, write_pair
+from torch import nn
 
 TWO_NORMS = {
     "fc_norm": True,
@@ -155,12 +156,37 @@ def test_a_target_spread_over_devices_is_refused() -> None:
         check_supported(target)
     target.hf_device_map = {"": "cpu"}
     check_supported(target)
+    target.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="not loaded, or offloaded"):
+        check_supported(target)
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "dynamic"}, {"rope_type": "xdrope"}, LONGROPE], ids=str)
 def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, scaling: dict[str, Any]) -> None:
     with raises(UnsupportedModelError):
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, rope_scaling=scaling))
+
+
+class Packed(Wrapper):
+    """Multiplies and widens, and can do nothing else, as quantised tensors of torchao."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.abs, torch.ops.aten.eq):
+            raise NotImplementedError(str(func))
+        out = super().__torch_dispatch__(func, kinds, args, kwargs)
+        return cls(out) if func.overloadpacket is torch.ops.aten.detach else out
+
+    def dequantize(self) -> torch.Tensor:
+        return self.inner
+
+
+def test_a_head_without_rows_of_its_own_takes_those_of_a_quantised_target(tmp_path: Path) -> None:
+    target: Any = tiny_target("llama")
+    wanted = plain_greedy(target, [3, 4, 5], 12)
+    target.lm_head.weight = nn.Parameter(Packed(target.lm_head.weight.detach()), requires_grad=False)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(2, 2, 5))
+    assert model.generate([3, 4, 5], max_new_tokens=12).token_ids == [wanted]
 
 
 def test_the_three_steps_of_from_pretrained(tmp_path: Path) -> None:
@@ -219,6 +245,12 @@ def test_what_belongs_to_an_opened_target_or_head_is_said_where_it_is_opened(tmp
 def test_an_option_that_is_not_there_is_told_what_to_write(option: str, now: str) -> None:
     with raises_with(UsageError, option, now):
         SpeculativeModel.from_pretrained("no/such-target", **{option: 1})
+
+
+@pytest.mark.parametrize("device", [{"": "cpu"}, 2**63, True], ids=str)
+def test_a_device_is_no_map_of_devices(tmp_path: Path, device: Any) -> None:
+    with raises(UsageError, option="device"):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), device=device)
 
 
 def test_a_target_that_nobody_names_or_that_is_not_there(tmp_path: Path) -> None:

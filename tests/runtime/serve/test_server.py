@@ -21,6 +21,7 @@ import openai
 import pytest
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.serve import engine
+from eagle_slim.runtime.serve.cli import main
 from eagle_slim.runtime.step import decoder, prefill
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -139,9 +140,11 @@ def test_messages_are_read_as_templates_take_them(
         ("chat/completions", {"messages": HELLO, "temperature": "hot"}, 400, "temperature"),
         ("chat/completions", {"messages": HELLO, "top_p": 0}, 400, "top_p"),
         ("chat/completions", {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
-        ("chat/completions", {"messages": HELLO, "n": 99}, 400, "n"),
+        ("chat/completions", {"messages": HELLO, "n": 99}, 400, "n asks for 99 answers"),
+        ("chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "takes no tools"),
         ("chat/completions", {"messages": HELLO, "stream": "yes"}, 400, "stream"),
         ("chat/completions", {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
+        ("chat/completions", {"messages": HELLO, "chat_template_kwargs": {"messages": 1}}, 400, "messages is not"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 900}]}, 400, "context"),
         ("completions", {"prompt": ""}, 400, "empty"),
         ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
@@ -149,7 +152,7 @@ def test_messages_are_read_as_templates_take_them(
         ("completions", {"prompt": ["a", [1]]}, 400, "mixes"),
         ("completions", {"prompt": [{"role": "user"}]}, 400, "prompt must be a text"),
         ("completions", {"prompt": [99999]}, 400, "99999"),
-        ("completions", {"prompt": "x", "seed": -1}, 400, "seed"),
+        ("completions", {"prompt": "x", "seed": True}, 400, "seed"),
         ("completions", {"prompt": "x", "temperature": 0, "seed": "a"}, 400, "seed"),
         ("completions", {"prompt": "x", "temperature": False}, 400, "temperature"),
         ("completions", {"prompt": ["x"] * 5}, 400, "5 answers"),
@@ -181,7 +184,7 @@ def test_a_wrong_call_is_refused_in_openais_form(
 def test_fields_without_effect_are_taken(served: Served) -> None:
     body = {"messages": HELLO, "max_tokens": 1, "user": "me", "metadata": {}, "logit_bias": {}, "presence_penalty": 0.0}
     body |= {"logprobs": False, "tool_choice": "none", "tools": [{}], "stop": [], "response_format": {"type": "text"}}
-    for more in ({"seed": None}, {"top_k": -1}, {"top_k": -1, "temperature": 0}):
+    for more in ({"seed": None}, {"seed": -1}, {"seed": 2**63}, {"top_k": -1}, {"top_k": -1, "temperature": 0}):
         assert call(f"{served.url}/v1/chat/completions", {**body, **more})[0] == 200
 
 
@@ -335,3 +338,29 @@ def test_sigterm_lets_answers_end(ends: str, pair: tuple[Path, Path]) -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "grace", "code"), [(signal.SIGTERM, "60", 0), (signal.SIGTERM, "0", 0), (signal.SIGINT, "0", 130)]
+)
+def test_a_signal_ends_a_server_that_loads(
+    number: signal.Signals, grace: str, code: int, pair: tuple[Path, Path]
+) -> None:
+    command = [sys.executable, "-m", "eagle_slim.runtime.serve.cli", pair[1], "--target", pair[0], "--port", "0"]
+    server = subprocess.Popen([*command, "--grace", grace], stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        next(line for line in server.stderr if line.startswith("loading"))
+        server.send_signal(number)
+        log = server.communicate(timeout=60)[1]
+        assert (server.returncode, "error" in log) == (code, False), log
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--api-key", ""])
+    assert (ended.value.code, "--api-key is empty" in capsys.readouterr().err) == (2, True)

@@ -154,6 +154,18 @@ def test_max_time(model):
     assert 1 <= len(result.token_ids) < 200
 
 
+def test_another_default_device(chatty, monkeypatch):
+    options = [{}, {"temperature": 1.0, "seed": 1, "top_p": 0.9}, {"suppress_tokens": [3], "stop": ["e"]}]
+    wanted = [chatty.generate(PROMPTS, max_new_tokens=6, **each).tolist() for each in options]
+    with torch.device("meta"):  # as set_default_device("cuda"), beside a model on the CPU
+        opened = chatty.opened
+        built = SpeculativeModel.from_pretrained(chatty.target.model, opened, tokenizer=chatty.tokenizer, **TREE)
+        built.warmup()
+        for model in (chatty, built, built.with_draft_window(4), built.with_draft_vocab(None)):
+            found = [model.generate(PROMPTS, max_new_tokens=6, **each).tolist() for each in options]
+            assert found == wanted
+
+
 def test_chats_by_vllms_names(chatty):
     hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "good bye"))
     one = chatty.chat(hello, max_tokens=8)
@@ -185,7 +197,7 @@ def test_a_pipeline_of_transformers(chatty, caplog, monkeypatch):
 
 
 def test_a_mistyped_option_is_told_what_was_meant(model):
-    for name, meant in (("max_new_token", "max_new_tokens"), ("temprature", "temperature"), ("sead", "seed")):
+    for name, meant in (("max_new_token", "max_new_tokens"), ("temprature", "temperature"), ("inputs", "input_ids")):
         with raises(UsageError, option=name) as caught:
             model.generate([3, 4], **{name: 1})
         assert f"Did you mean {meant}?" in str(caught.value)

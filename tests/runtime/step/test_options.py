@@ -14,7 +14,14 @@ from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.sweeps import sweep
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
-from transformers import BatchEncoding, GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+    WatermarkingConfig,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 PROMPTS = random_prompts([1, 4, 9])
@@ -114,6 +121,21 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model, place)
         keywords = {name: options[name] for name in names if name not in by_config}
         found = model.generate(PROMPTS[2:], generation_config=config, eos_token_id=[18, 7], **keywords)
         assert found.token_ids == expected, options
+
+
+def test_a_keyword_of_none_switches_off_what_the_target_asks_for(model, monkeypatch):
+    plain = own_generate(model, PROMPTS[2:], max_new_tokens=12, eos_token_id=None)
+    first, second = plain[0][:2]
+    asked = {"repetition_penalty": 1.8, "suppress_tokens": [first], "bad_words_ids": [[first, second]]}
+    for name, value in {**asked, "no_repeat_ngram_size": 1, "eos_token_id": [second]}.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+        ends = {"eos_token_id": None, "max_new_tokens": 12}
+        assert model.generate(PROMPTS[2:], **{**ends, name: None}).token_ids == plain
+        unset = GenerationConfig(**{name: None, "max_new_tokens": 12})
+        more = {} if name == "eos_token_id" else {"eos_token_id": None}
+        changed = own_generate(model, PROMPTS[2:], max_new_tokens=12, **more)
+        assert model.generate(PROMPTS[2:], generation_config=unset, **more).token_ids == changed != plain
+        monkeypatch.undo()
 
 
 def test_a_configuration_that_asks_for_more_is_refused(model):
@@ -343,4 +365,17 @@ def test_a_streamer_is_ended_where_the_call_fails(model):
         model.generate([3, 4], streamer=reader, max_new_tokens=-1)
     with raises(UsageError, option="streamer"):
         model.generate(PROMPTS, streamer=reader)
+    with raises(UsageError, option="streamer"):
+        model.generate([3, 4], streamer=TextStreamer)
+    with raises(UsageError, option="tokenizer"):
+        model.generate([3, 4], tokenizer=PreTrainedTokenizerFast)
     assert reader.end.call_count == 3
+
+
+def test_values_of_other_types_are_refused_by_name(model):
+    pair = torch.tensor([1, 2])
+    wrong = {"suppress_tokens": [[3]], "no_repeat_ngram_size": pair, "repetition_penalty": pair, "temperature": pair}
+    wrong |= {"stop": pair, "stopping_criteria": pair, "min_new_tokens": []}
+    for name, value in wrong.items():
+        with raises(UsageError, option=name):
+            model.generate([3, 4], **{name: value})

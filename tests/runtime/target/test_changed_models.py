@@ -134,6 +134,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
 )
+@pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.TargetWarning")
 def test_a_configuration_that_the_fused_forward_does_not_compute(
     options: dict[str, Any], reason: str, head: Path
 ) -> None:

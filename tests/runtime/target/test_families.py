@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import transformers
 from eagle_slim.runtime import SpeculativeModel, TreeConfig, UnsupportedModelError
+from eagle_slim.runtime.errors import TargetWarning
 from support.sweeps import sweep
 from support.tiny_models import LAYERS, WINDOW, plain_greedy, random_prompts, tiny_target, widen, write_head
 from support.tiny_models import SIZES as FEW_LAYERS
@@ -67,6 +68,19 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, name: str) -> None:
     assert max(output.stats.accepted_lengths) > 1
     plain = model.generate(prompts, max_new_tokens=16, ignore_eos=True, speculative=False, max_slots=2)
     assert plain.token_ids == wanted
+
+
+@pytest.mark.parametrize("family", ["Llama", "Granite"])
+def test_a_window_that_no_layer_reads_is_told(tmp_path: Path, family: str) -> None:
+    target = build(family, {"sliding_window": WINDOW})
+    widen(target.named_parameters())
+    with pytest.warns(TargetWarning, match=f"{family}ForCausalLM does not read sliding_window = {WINDOW}"):
+        model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), tree=TreeConfig(3, 4, 25))
+    prompt = random_prompts([9])[0]
+    tokens = model.generate(prompt, max_new_tokens=16, ignore_eos=True).token_ids[0]
+    assert tokens != plain_greedy(target, prompt, 16, eos=None)  # by a cache that is cut
+    target.generation_config.use_cache = False
+    assert tokens == plain_greedy(target, prompt, 16, eos=None)
 
 
 def test_text_of_a_vision_language_model_whose_tower_has_as_many_layers(tmp_path: Path) -> None:
