@@ -5,8 +5,9 @@ shape and type as in `product_kernels`: the K of a router and of a long last pro
 `ProductShape.splits`, added in order, else it is whole; a row's experts are added in the order of its slots. Rows of
 one expert share tiles of its weights in the order of their numbers; which rows these are decides nothing but speed.
 
-Launches are as large as the worst case asks for, and programs without work end at once. Of few pairs each program finds
-those of its expert by itself; of more, `group_kernel` lists them, by expert and in order. Only integers are counted.
+Launches are as large as the worst case asks for, and programs without work end at once, or they take what there is in
+turn. Of few pairs each program finds those of its expert by itself; of more, `group_kernel` lists them, by expert and in
+order. Only integers are counted.
 """
 
 from __future__ import annotations
@@ -420,6 +421,8 @@ def add_experts_kernel(
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
     # Where there are no pairs at all the first of each tile goes on.
     end = tl.maximum(touched, 1) * (SIDE * TILED) if GRID.in_turn else tl.program_id(0) + 1
+    if tl.program_id(0) >= end:
+        wait_for_previous(OVERLAP)
     for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
         side, tile, place_of = item % SIDE, item // SIDE % TILED, item // (SIDE * TILED)
         share, split = (0, side) if GRID.apart else (side, tl.program_id(1))

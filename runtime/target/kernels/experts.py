@@ -30,7 +30,8 @@ _CUT_DEPTH = 2048
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
 _BY_PAIR = 16
-"""Pairs that have programs of their own; of more, unless weights are packed, programs take experts in turn."""
+"""Pairs that always have programs of their own; of more, up to the number of experts, programs take experts in turn,
+but of packed weights."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -59,7 +60,7 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
 }
 """By the rows that an expert has in the mean, or the most."""
 _OF_SOME: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
-    # Taken in turn. Wide tiles where so few are left that each program has one; else as many programs as can be.
+    # Wide tiles where so few are left that each program has one; else as many programs as can be.
     "plain": (
         (32, ProductTiles(128, 64, 16, 4, 5), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
         (_FEW_PAIRS, ProductTiles(64, 128, 16, 4, 3), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
