@@ -207,11 +207,16 @@ def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
 
 
 def check_finished(bufs: Buffers) -> None:
-    """Wait for the device and raise `DrafterError` if a draft did not finish properly; the next one may."""
+    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
     if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
-        for tensor in barriers_of(bufs):
-            tensor.zero_()
+        reset_barrier(bufs)
         raise timed_out()
+
+
+def reset_barrier(bufs: Buffers) -> None:
+    """Make a grid barrier that timed out usable again."""
+    for tensor in barriers_of(bufs):
+        tensor.zero_()
 
 
 def barriers_of(bufs: Buffers) -> list[Tensor]:

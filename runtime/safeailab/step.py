@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import INPUTS, Buffers
-from ..drafter.drafter import check_finished
+from ..drafter.drafter import reset_barrier, timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
@@ -204,7 +204,8 @@ class StepPatch:
                 done.synchronize()
             record = tensors.record.tolist()
             if record[-1][0]:
-                check_finished(bufs)
+                reset_barrier(bufs)
+                raise timed_out()
             count, _, ended = record[0][:RECORD_HEAD]
             if ended == ENDED_BY_FAULT:
                 raise no_distribution(record[0][RECORD_HEAD + count - 1], 0, new_token + count - 1)
