@@ -48,7 +48,7 @@ from .errors import AcceptanceWarning, UsageError, misfit
 from .opening.heads import OpenedHead, open_head
 from .opening.pairing import check_pairing, check_tokenizers, check_vocabulary, resolve_tap_layers
 from .opening.targets import OpenedTarget, open_target, read_place
-from .ops import HOST, current, garbage_kept
+from .ops import current, garbage_kept
 from .settings import TreeConfig, check_tree, explain_unknown
 from .step.decoders import Decoders
 from .step.graphs import WarmUp
@@ -282,7 +282,7 @@ class SpeculativeModel:
         """Rows that are drafted over."""
         return self.drafter.weights.draft_vocab
 
-    @current(HOST)
+    @current(torch.device("cpu"))
     def generate(
         self,
         input_ids: Prompts | None = None,
@@ -486,7 +486,7 @@ class SpeculativeModel:
 
 
 @explain_unknown(_MOVED)
-@current(HOST)
+@current(torch.device("cpu"))
 def pair(
     target: OpenedTarget,
     head: OpenedHead,

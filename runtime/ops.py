@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
-HOST = torch.device("cpu")
 _SIDE_TURN = threading.RLock()
 _GARBAGE = threading.Lock()
 
@@ -75,8 +74,8 @@ def named_range(name: str) -> Iterator[None]:
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
     """Make ``device`` the current GPU for a block, and the CPU the default device, whatever the user's is."""
-    gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with gpu, nullcontext() if torch.get_default_device() == HOST else HOST:
+    gpu, host = torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.device("cpu")
+    with gpu, nullcontext() if torch.get_default_device() == host else host:
         yield
 
 

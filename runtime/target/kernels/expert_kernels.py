@@ -6,8 +6,8 @@ shape and type as in `product_kernels`: the K of a router and of a long last pro
 one expert share tiles of its weights in the order of their numbers; which rows these are decides nothing but speed.
 
 Launches are as large as the worst case asks for, and programs without work end at once, or they take what there is in
-turn. Of few pairs each program finds those of its expert by itself; of more, `group_kernel` lists them, by expert and in
-order. Only integers are counted.
+turn. Of few pairs each program finds those of its expert by itself; of more, `group_kernel` lists them, by expert and
+in order. Only integers are counted.
 """
 
 from __future__ import annotations
