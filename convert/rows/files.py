@@ -104,14 +104,15 @@ def choose_weights(names: list[str], where: str) -> str:
     for preferred in WEIGHTS_PREFERENCE:
         if preferred in names:
             return preferred
-    others = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    files = sorted(name for name in names if "/" not in name)
+    others = [name for name in files if name.endswith(".safetensors")]
     plain = [name for name in others if name != "consolidated.safetensors"] or others
     if len(plain) == 1 and "-of-" not in plain[0]:
         return plain[0]
-    found = f"Found {', '.join(plain[:5] or sorted(names)[:8]) or 'no files'}."
+    found = f"Found {', '.join(plain[:5] or [*files[:8], *sorted({*names} - {*files})[:8]]) or 'no files'}."
     problem = f"no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}. {found}"
     advice = "Fetch them, give the file that is meant such a name, or name a sub-folder of a head with --subfolder."
-    if any("-of-" in name for name in names):
+    if any("-of-" in name and name.endswith((".safetensors", *TORCH_SUFFIXES)) for name in files):
         advice = "These are shards without their index: fetch the .index.json too, or save the head as one file."
     raise CheckpointError.at(where, f"{problem}\n{advice}")
 

@@ -157,6 +157,9 @@ def test_choice_of_weights():
         with raises_with(CheckpointError, *none or ["no weights"]) as caught:
             choose_weights(none, "here")
         assert (".index.json too" in str(caught.value)) == any("-of-" in name for name in none)
+    for none in (["best-of-n/"], ["sub/model-00001-of-00002.safetensors"], ["best-of-n.md"]):
+        with raises_with(CheckpointError, *none, "--subfolder"):
+            choose_weights(none, "here")
 
 
 def test_lm_head_names():

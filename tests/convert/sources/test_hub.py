@@ -167,8 +167,12 @@ def test_a_sub_folder_that_is_not_there(hub, home):
     for name in ("d", "b"):
         with raises_with(SourceError, name, "a", "b/c"):
             open_head_source("org/heads", subfolder=name)
-    with raises_with(CheckpointError, "a/, b/c/, config.json", "--subfolder"):
+    with raises_with(CheckpointError, "Found config.json, a/, b/c/.", "--subfolder"):
         open_head_source("org/heads")
+    folders = ["best-of-n", *"abcdefghi"]
+    hub.add_model("org/many", {"config.json": "{}", **{f"{name}/model.safetensors": b"" for name in folders}})
+    with raises_with(CheckpointError, "Found config.json, a/, b/, best-of-n/, c/", "--subfolder"):
+        open_head_source("org/many")
 
 
 def test_revisions(hub, home):
