@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _KWARGS_HELP = "Variable of the chat template, as in `enable_thinking=true`; repeatable, or one JSON object."
 _HELD_OUT_HELP = "Share of the documents held out of the counts, by a hash of their text, to measure coverage on."
+_ON_ERROR_HELP = (
+    "On a bad record: stop, or skip it and count it as skipped; a broken line of a .csv or .tsv always stops."
+)
 SOURCE_HELP = """\b
 A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, .csv, .tsv, each also .gz, .zst
 or .bz2, and .parquet):
@@ -62,7 +65,7 @@ Example:
 @click.option("--chat-template-kwargs", multiple=True, metavar="KEY=VALUE", help=_KWARGS_HELP)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
 @click.option("--held-out", type=float, default=0.01, show_default=True, metavar="F", help=_HELD_OUT_HELP)
-@choice_option("--on-error", ["stop", "skip"], "On an unreadable record: stop, or skip it and count it as skipped.")
+@choice_option("--on-error", ["stop", "skip"], _ON_ERROR_HELP)
 @choice_option(
     "--tokenizer-library",
     ["auto", "tokenizers", "fastokens"],

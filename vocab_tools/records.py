@@ -243,14 +243,15 @@ def _record_blocks(path: str, shard: int, records: Iterator[Any], bytes_read: Ca
 
 def _fields(path: str, text: io.TextIOWrapper, separator: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a table of fields by the names in its first line; CorpusError with the line where it breaks."""
-    # Python's limit is the same for every reader of the process, and lower than a long chat.
-    csv.field_size_limit(sys.maxsize)
+    # Python's limit, a C long, is the same for every reader of the process, and lower than a long chat.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     table = csv.reader(text, delimiter=separator, strict=True)
     rows = filter(None, table)
     try:
         names = next(rows, [])
         if len({*names}) < len(names):
-            raise csv.Error(f"two columns have one name, of {', '.join(names)}; rename one of them")
+            problem = f"two columns have one name, of {', '.join(names)}"
+            raise CorpusError(f"{path}, line {table.line_num}: {problem}. Rename one of them.")
         if len(names) == 1 and any(other in names[0] for other in ",;\t|"):
             separated = "fields are separated by commas in .csv, by tabs in .tsv"
             raise csv.Error(f"found one column {names[0]!r}: {separated}")
@@ -259,9 +260,12 @@ def _fields(path: str, text: io.TextIOWrapper, separator: str) -> Iterator[dict[
                 raise csv.Error(f"expected {len(names)} fields, as in the first line, found {len(row)}")
             yield dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise CorpusError(f"{path}, line {table.line_num}: {error}.") from error
+        advice = "Write it with a CSV writer's quotes, or as .jsonl"
+        raise CorpusError(f"{path}, line {table.line_num}: {error}. {advice}.") from error
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{path}: not UTF-8 text behind line {table.line_num}: {error}.") from error
+        # The piece that cannot be decoded continues what was read.
+        line = table.line_num + len((error.object[: error.start] + b"x").splitlines())
+        raise CorpusError(f"{path}, line {line}: not UTF-8 text: {error.reason}. Write it in UTF-8.") from error
 
 
 # Tables: Parquet files, and what `datasets` streams

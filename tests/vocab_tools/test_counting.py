@@ -193,6 +193,9 @@ def test_sources_that_do_not_fit(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\nbroken\n')
     with pytest.raises(CorpusError, match=r"Empty documents: 1; records skipped: 1"):
         count(source, on_error="skip")
+    (tmp_path / "a.csv").write_text('text\nfine\n"a" broken line\n')
+    with pytest.raises(CorpusError, match=r"a\.csv, line 3"):
+        count(tmp_path / "a.csv", on_error="skip")
 
 
 def test_without_shared_memory_one_process_is_advised(tmp_path, monkeypatch):

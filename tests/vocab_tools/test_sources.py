@@ -147,12 +147,22 @@ def test_the_column_is_found_or_asked_for(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", b"a,text\n1,2\n\n1,2,3\n", "a.csv, line 4: expected 2 fields, as in the first line, found 3"),
-        ("a.csv", b'a,text\n1,"cut off\n', "a.csv, line 2: unexpected end of data"),
-        ("a.csv", b'a,text\n1,"he \\"said\\""\n', "a.csv, line 2: ',' expected after '\"'"),
+        (
+            "a.csv",
+            b"a,text\n1,2\n\n1,2,3\n",
+            "a.csv, line 4: expected 2 fields, as in the first line, found 3.*as .jsonl",
+        ),
+        ("a.csv", b'a,text\n1,"cut off\n', "a.csv, line 2: unexpected end of data. Write it with a CSV writer's"),
+        ("a.csv", b'a,text\n1,"he \\"said\\""\n', "a.csv, line 2: ',' expected after '\"'.* quotes, or as .jsonl"),
         ("a.csv", b"id;text\n1;hello\n", "a.csv, line 1: found one column 'id;text': .* by commas in .csv"),
-        ("a.csv", b"text,text\nx,y\n", "a.csv, line 1: two columns have one name, of text, text"),
-        ("a.tsv", b"text\ncaf\xe9\n", "a.tsv: not UTF-8 text behind line 0"),
+        ("a.csv", b"text,text\nx,y\n", "a.csv, line 1: two columns have one name, of text, text. Rename one"),
+        ("a.tsv", b"text\ncaf\xe9\n", "a.tsv, line 2: not UTF-8 text: invalid continuation byte. Write it in UTF-8"),
+        ("a.csv", b"text\r\n" + b"0123456789\r\n" * 9000 + b'"x\n\xff"\n', "a.csv, line 9003: not UTF-8 text"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"\xef\xbb\xbftext\r\xff", mtime=0),
+            "a.csv.gz, line 2: not UTF-8 text: invalid start",
+        ),
     ],
 )
 def test_a_table_of_fields_that_is_none_stops_with_its_line(tmp_path, name, content, words):
@@ -165,6 +175,7 @@ def test_a_field_is_text_whatever_it_looks_like(tmp_path):
     chat = '""role"": ""user"", ""content"": ""x""'
     (tmp_path / "a.csv").write_text(f'text,messages\n2024-01-01,"[{{{chat}}}]"\n,null\n' + "x" * 200_000 + ",NA\n")
     assert values(tmp_path / "a.csv", column="text") == ["2024-01-01", "", "x" * 200_000]
+    assert csv.field_size_limit() < 2**31  # where a C long has 32 bits, too
     opened = open_source(CorpusSource(str(tmp_path / "a.csv")))
     assert (opened.column, opened.kind) == ("messages", "chat")
 
