@@ -273,7 +273,12 @@ def open_source(source: CorpusSource) -> OpenSource:
         if source.column is not None:
             raise UsageError(f"{source.location}: plain text has no columns; leave out column={source.column}.")
         return opened
-    column, kind = _choose_column(source, _first_row(opened))
+    row = _first_row(opened)
+    printed = {name for name, value in row.items() if isinstance(value, str) and _PRINTED_CHAT.match(value)}
+    column, kind = _choose_column(source, row, printed)
+    if column in printed:
+        advice = "Write them as JSON (`json.dumps`), or name another column with ,column=NAME behind the source."
+        raise UsageError.at(source.location, f"column {column!r} holds chats as Python prints them. {advice}")
     return replace(opened, column=column, kind=kind, origin={**opened.origin, "column": column})
 
 
@@ -370,20 +375,17 @@ def _first_row(opened: OpenSource) -> dict[str, Any]:
     return first
 
 
-def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:
-    """Return the column to read and its kind, by the source's setting or a row of `_first_row`."""
+def _choose_column(source: CorpusSource, row: Mapping[str, Any], printed: set[str]) -> tuple[str, Kind]:
+    """Return the column meant, maybe a printed one, and its kind, by the source's setting or a row of `_first_row`."""
     names = (name if isinstance(value, str) else f"{name} ({kind_of(value)})" for name, value in row.items())
     has = f"The records have {', '.join(names)}."
-    printed = [name for name, value in row.items() if isinstance(value, str) and _PRINTED_CHAT.match(value)]
-    if printed and source.column in (None, *printed):
-        problem = f"column {printed[0]!r} holds chats as Python prints them, as a table of fields is often written"
-        raise UsageError.at(source.location, f"{problem}. Write them as JSON (`json.dumps`), or in .jsonl or .parquet.")
     if source.column is not None:
         if source.column not in row:
             raise UsageError(f"{source.location}: there is no column {source.column!r}. {has}")
         return source.column, _kind(row[source.column])
-    if chat := next((column for column in CHAT_COLUMNS if _kind(row.get(column)) == "chat"), None):
-        return chat, "chat"
+    chats = [column for column in CHAT_COLUMNS if _kind(row.get(column)) == "chat"]
+    if chats := chats or [column for column in CHAT_COLUMNS if column in printed]:
+        return chats[0], "chat"
     for column in TEXT_COLUMNS:
         # A message a row is a part of a chat, of which users wrote a part, too. Not all JSON with a "from" is a chat.
         if isinstance(row.get(column), str) and "role" not in row:

@@ -134,6 +134,10 @@ def test_the_column_is_found_or_asked_for(tmp_path, name):
         ([{"messages": "[citation needed]"}], None, ("messages", "text")),
         # A null does not show what its column holds.
         ([{"text": None, "id": 1}, {"text": "x", "id": 3}], None, ("text", "text")),
+        # What Python prints is no chat, but stands in nobody's way.
+        ([{"raw": str(CHAT), "text": "x"}], None, ("text", "text")),
+        ([{"messages": str(CHAT), "conversations": CHAT, "raw": str(CHAT)}], None, ("conversations", "chat")),
+        ([{"messages": str(CHAT), "b": "x"}], "b", ("b", "text")),
         ([{"turns": None, "a": "x"}, {"turns": CHAT, "a": "y"}], "turns", ("turns", "chat")),
     ):
         if name == "a.parquet":
@@ -186,7 +190,11 @@ def test_no_column_stands_out(tmp_path):
         ({"a": "x"}, "c", "no column 'c'.* have a"),
         ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
         ({"messages": str(CHAT), "id": "x"}, None, "column 'messages' holds chats as Python prints them.*json.dumps"),
-        ({"text": "y", "messages": str(CHAT)}, "messages", "as Python prints them"),
+        ({"text": "y", "conversations": str(CHAT)}, None, "column 'conversations' holds .*,column=NAME"),
+        ({"a": str(CHAT), "b": str(CHAT)}, "b", "column 'b' holds"),
+        ({"a": str(CHAT), "b": "x"}, None, "say which column"),
+        ({"a": str(CHAT), "id": 7}, None, "column 'a' holds"),
+        ({"text": str(CHAT), "raw": str(CHAT)}, None, "column 'text' holds"),
     ):
         (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
         with pytest.raises(UsageError, match=words):
