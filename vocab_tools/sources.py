@@ -303,18 +303,20 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
     location, offline = source.location, bool(datasets.config.HF_HUB_OFFLINE)
     with hub_errors(location):
         builder = datasets.load_dataset_builder(location, source.config, revision=source.revision)
-        commit = _COMMIT.search(str(builder.base_path or "")) or _COMMIT.search(str(builder.config.data_files))
+        config = builder.config
+        commit = _COMMIT.search(str(builder.base_path or "")) or _COMMIT.search(str(config.data_files))
         revision = commit[1] if commit else source.revision
-        origin = {"dataset": location, "config": builder.config.name, "revision": revision}
+        origin = {"dataset": location, "config": config.name, "revision": revision}
         kind = type(builder).__module__.rpartition(".")[2]
-        # Read record by record: see records.py. A field of one large object is left to the builder.
-        if kind in ("json", "text", "csv") and getattr(builder.config, "field", None) is None and not offline:
-            split = _choose_split(location, source.split, list(map(str, builder.config.data_files)))
-            paths = map(str, builder.config.data_files[split])
+        changed = {item.name for item in fields(config) if getattr(config, item.name) != item.default}
+        changed -= {"sep", "delimiter", *(item.name for item in fields(datasets.BuilderConfig))}
+        # Read record by record: see records.py. What else its card says, as `encoding` or `field`, the builder heeds.
+        if kind in ("json", "text", "csv") and not changed and not offline:
+            split = _choose_split(location, source.split, list(map(str, config.data_files)))
+            paths = map(str, config.data_files[split])
             files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in paths)
             forms = {_format_of(file.path) for file in files}
-            separators = {SEPARATORS.get(form) for form in forms}
-            if "" not in forms and (kind != "csv" or ({builder.config.sep} == separators and not builder.config.names)):
+            if "" not in forms and (kind != "csv" or {config.sep} == {SEPARATORS.get(form) for form in forms}):
                 return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
         # The commit, not the branch, so that the stream reads the files that were looked at.
         loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)

@@ -20,7 +20,16 @@ pytestmark = [
 ]
 
 ROWS = 250
-OTHER_SEPARATOR = '---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ";"\n---\n'
+CARD = "---\nconfigs:\n- config_name: default\n  data_files: {}\n  {}\n---\n"
+# By file and setting: what a card may say of how its file is read, a file that needs it, and its text.
+SETTINGS = {
+    ("train.csv", 'sep: ";"'): ("id;text\n7;a, b\n", "a, b"),
+    ("train.csv", "encoding: latin-1"): ("id,text\n7,café\n".encode("latin-1"), "café"),
+    ("train.csv", 'quotechar: "\'"'): ("id,text\n7,'a, b'\n", "a, b"),
+    ("train.csv", "skiprows: 1"): ("made by hand\nid,text\n7,x\n", "x"),
+    ("train.tsv", 'delimiter: "\\t"'): ("id\ttext\n7\t12\n", "12"),
+    ("train.jsonl", "encoding: latin-1"): ('{"text": "café"}\n'.encode("latin-1"), "café"),
+}
 DATES = b'{"text": "2024-01-01"}\n{"text": "2024-01-02"}\n'
 
 
@@ -44,8 +53,8 @@ def hub(tmp_path_factory):
         server.add_dataset("org/chats", {"train.jsonl": "\n".join(json.dumps(chat) for chat in chats)})
         server.add_dataset("org/dates", {"train.jsonl.gz": gzip.compress(DATES)})
         server.add_dataset("org/fields", {"train.csv": "id,text\n7,2024-01-01\n8,NA\n9,12\n"})
-        others = {"train.csv": "id;text\n7;a, b\n", "README.md": OTHER_SEPARATOR}
-        server.add_dataset("org/semicolons", others)
+        for number, ((file, setting), (content, _)) in enumerate(SETTINGS.items()):
+            server.add_dataset(f"org/set-{number}", {file: content, "README.md": CARD.format(file, setting)})
         with connected(server, tmp_path_factory.mktemp("home")):
             yield server
 
@@ -81,9 +90,13 @@ def test_json_lines_of_the_hub_are_read_as_lines(hub):
     assert counts.sources[0].counts.tolist() == (5 * np.bincount(turn, minlength=counts.vocab_size)).tolist()
     assert counts.sources[0].provenance["files"] == [{"name": "train.jsonl", "bytes": None}]
     assert texts(CorpusSource("org/dates")) == ["2024-01-01", "2024-01-02"]
-    # Fields, too, but by `datasets` where the repository says how they are separated.
+    # Fields, too.
     assert texts(CorpusSource("org/fields")) == ["2024-01-01", "NA", "12"]
-    assert texts(CorpusSource("org/semicolons")) == ["a, b"]
+
+
+def test_what_a_card_says_of_its_files_is_heeded(hub):
+    for number, (_, text) in enumerate(SETTINGS.values()):
+        assert texts(CorpusSource(f"org/set-{number}")) == [text]
 
 
 def test_what_is_not_there_is_named(hub):
