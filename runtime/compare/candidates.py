@@ -64,7 +64,9 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions)
     candidates = []
     for name, model in zip(names, models, strict=True):
         prefix = f"{name}: " if len(models) > 1 else ""
-        trees, seen = options.trees or [model.drafter.tree], [model.draft_window]
+        # Large trees, which tell sizes apart, make a CPU slower than plain decoding.
+        is_chosen = model.is_tree_sized and model.target.device.type == "cpu"
+        trees, seen = options.trees or [None if is_chosen else model.drafter.tree], [model.draft_window]
         if options.windows is not None:
             seen = [model.with_draft_window(window).draft_window for window in options.windows]
         windows = dict.fromkeys(seen)

@@ -62,7 +62,7 @@ Examples:
     multiple=True,
     metavar="D,K,N",
     callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
-    help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.",
+    help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60, on a CPU auto.",
 )
 @click.option(
     "--draft-window",

@@ -19,11 +19,12 @@ _SAMPLING = SamplingConfig(temperature=1.0)
 class CompareOptions:
     """Options of `compare`. Raises `UsageError` for values out of range, and for values given twice.
 
-    ``sizes``: numbers of rows, in the order of the head's own ranking, or "full" for all that it has; None is "full"
-    and the powers of two from 32,768 to 2,048 that a head can be cut to. ``trees``: shapes of which None is the choice
-    by step; None for that of the models. ``windows``: tokens that drafts look back on, 0 for all, None for the head's
-    own; without any, the models'. ``sampling``: of the mode "sampled". ``batches``: prompts answered at a time;
-    the last group is filled up from the beginning. ``partial_verification``: as in `SpeculativeModel.generate`.
+    ``sizes``: numbers of rows, in the order of the head's own ranking, or "full" for all that it has; None is
+    "full" and the powers of two from 32,768 to 2,048 that a head can be cut to. ``trees``: shapes of which None is
+    the choice by step; None for that of the models, which a CPU chooses unless they were given one. ``windows``:
+    tokens that drafts look back on, 0 for all, None for the head's own; without any, the models'. ``sampling``: of
+    the mode "sampled". ``batches``: prompts answered at a time; the last group is filled up from the beginning.
+    ``partial_verification``: as in `SpeculativeModel.generate`.
     """
 
     sizes: Sequence[int | Literal["full"]] | None = None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from eagle_slim.runtime import GenerationStats, PromptError, SamplingConfig, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
-from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
+from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, find_candidates
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
@@ -136,6 +136,13 @@ def test_windows(model: SpeculativeModel) -> None:
     assert [
         each.draft_window for each in drafted(compare(model.with_draft_window(5), [Prompt(("one",))], greedy()))
     ] == [5]
+
+
+def test_a_cpu_chooses_its_trees_unless_they_are_given(model: SpeculativeModel) -> None:
+    """Of 60 nodes, as a GPU compares, it would be slower than plain decoding."""
+    chosen = find_candidates([model.with_tree(None)], CompareOptions(sizes=("full",)))
+    given = find_candidates([model], CompareOptions(sizes=("full",)))
+    assert [each.tree_words for each in (*chosen, *given)] == ["auto", "2/8/40"]
 
 
 @pytest.mark.slow
