@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -73,6 +74,9 @@ class Service:
         weights = hashlib.sha256(model.target.embedding[:256].detach().float().cpu().numpy().tobytes()).hexdigest()[:8]
         versions = f"eagle-slim {version('eagle-slim')}, torch {torch.__version__}"
         about = f"{self.names[0]}, weights {weights}: {model}; {rows or 'rows are not exact'}; {versions}"
+        if opened is not None and Path(opened.head.location).exists():
+            # Clients need not know where it lies.
+            about = about.replace(opened.head.location, Path(opened.head.location).name)
         self._shared = {"system_fingerprint": about, "exactness": rows}
         counts = (lambda: len(self.engine.running), lambda: len(self.engine.waiting))
         self.engine.metrics = Metrics(self._registry, self.names[0], *counts)

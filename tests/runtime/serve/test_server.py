@@ -85,6 +85,8 @@ def test_whole_answers_and_streams_have_openais_form(model: SpeculativeModel, se
     assert whole.choices[0].message.content == expected.text[0]
     assert whole.choices[0].finish_reason == {"eos": "stop"}.get(expected.results[0].finish_reason, "length")
     assert "float32" in str(whole.system_fingerprint)
+    assert model.opened is not None
+    assert model.opened.head.location not in str(whole.system_fingerprint)
     assert whole.model_extra == {"exactness": expected.stats.exactness}
     chunks = [*client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})]
     for chunk in chunks:
