@@ -2,7 +2,7 @@
 
     python examples/demo.py        (or: make demo)
 
-Ends with what the smaller head reads and what drafting with it gives on this machine. Writes into out/, replacing what
+Ends with what the smaller head reads and what drafting with it gives here, over four prompts. Writes into out/, replacing what
 an earlier demo left there.
 """
 
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from eagle_slim import runtime
 from eagle_slim.convert import Artifact
+from eagle_slim.runtime.compare import load_prompts
 
 SIZE = 16384
 SLIM = f"smollm2-135m-instruct-eagle3-v{SIZE}"  # the name that eagle-convert gives it by default
 PROMPT = "What are three good habits for learning a new language?"
-RUNS = 2  # of drafting and of plain decoding, in turn
+MEASURED = Path(__file__).with_name("prompts.jsonl"), 4  # chats and mathematics, as one prompt tells little
 
 
 def run(*command: str, folder: Path, shown: slice | None = None) -> list[str]:
@@ -44,23 +45,25 @@ def run(*command: str, folder: Path, shown: slice | None = None) -> list[str]:
 
 
 def measure(head: Path, num_tokens: int) -> str:
-    """Answer with drafts and without, in turn; return accepted length and speeds as two lines."""
+    """Answer prompts with drafts and without, in turn; return accepted length and speeds as two lines."""
     import torch  # takes seconds, and commands come first
 
     torch.set_num_threads(1)  # threads that wait for others would count as busy
     model = runtime.SpeculativeModel.from_pretrained(head=head, dtype="float32").with_tree(None)
     is_cpu = model.target.device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter
-    prompt, seconds = model.encode_chat(PROMPT), {True: 0.0, False: 0.0}
+    prompts = [model.encode_chat(prompt.turns[0]) for prompt in load_prompts(*MEASURED)]
+    seconds, found = {True: 0.0, False: 0.0}, []
     for is_drafted in seconds:  # what is done once
-        model.generate(prompt, max_new_tokens=3, speculative=is_drafted)
-    for is_drafted in (True, False) * RUNS:
-        started = clock()
-        output = model.generate(prompt, max_new_tokens=num_tokens, speculative=is_drafted, ignore_eos=True)
-        seconds[is_drafted] += clock() - started
-        if is_drafted:
-            length = output.stats.mean_accepted_length
-    drafted, plain = (1e3 * seconds[each] / (RUNS * num_tokens) for each in (True, False))
+        model.generate(prompts[0], max_new_tokens=3, speculative=is_drafted)
+    for prompt in prompts:
+        for is_drafted in seconds:
+            started = clock()
+            output = model.generate(prompt, max_new_tokens=num_tokens, speculative=is_drafted, ignore_eos=True)
+            seconds[is_drafted] += clock() - started
+            found += [output.stats] * is_drafted
+    length = runtime.GenerationStats.sum(found).mean_accepted_length
+    drafted, plain = (1e3 * seconds[each] / (len(prompts) * num_tokens) for each in (True, False))
     unit = "ms of one processor" if is_cpu else "ms"
     return f"""accepted length       {length:.2f} tokens per pass of the target
 a token               {drafted:.1f} {unit}, {plain:.1f} without drafts: {plain / drafted:.2f} times as fast with them"""
