@@ -2,8 +2,8 @@
 
     python examples/demo.py        (or: make demo)
 
-Ends with what the smaller head reads and what drafting with it gives here, over four prompts. Writes into out/, replacing what
-an earlier demo left there.
+Ends with what the smaller head reads and what drafting with it gives on this machine, over four prompts. Writes into
+out/, replacing what an earlier demo left there.
 """
 
 import argparse
