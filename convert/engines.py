@@ -91,11 +91,17 @@ class HeadFacts:
     def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
         """Collect the facts of an open head; `known` are those that are not its own, such as the config to write."""
         is_tapped = head.kind == "eagle3" and names.FC in head.tensors
-        own = {key: getattr(head, key) for key in ("kind", "config", "draft_vocab", "target_vocab")}
-        own["tensor_names"], own["dtype"] = frozenset(head.tensors), LONG_NAMES[head.dtype_name]
-        own["num_taps"] = head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0
-        own["nonzero_fc_bias"] = head.tensors.is_nonzero(names.FC_BIAS)
-        return cls(**own | known)
+        facts = cls(
+            kind=head.kind,
+            config=head.config,
+            tensor_names=frozenset(head.tensors),
+            draft_vocab=head.draft_vocab,
+            target_vocab=head.target_vocab,
+            num_taps=head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0,
+            nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
+            dtype=LONG_NAMES[head.dtype_name],
+        )
+        return replace(facts, **known)
 
     def layers(self, key: str, shift: int = 0) -> tuple[int, ...] | None:
         """Return the list under a key (after a dot: in `eagle_config`), `shift` added to each layer; None without."""

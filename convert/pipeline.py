@@ -159,8 +159,16 @@ def plan_conversion(
     request, ranking = options.vocabulary, None
     if options.sizes != ("full",):
         cut = [size for size in options.sizes if isinstance(size, int)]
-        known: dict[str, Any] = {"embedded": inputs.is_builtin, "offline": options.offline, "sizes": cut}
-        ranking = make_ranking(inputs.unpadded_head, request, inputs.tokenizer, count=count, say=say, **known)
+        ranking = make_ranking(
+            inputs.unpadded_head,
+            request,
+            inputs.tokenizer,
+            embedded=inputs.is_builtin,
+            offline=options.offline,
+            count=count,
+            say=say,
+            sizes=cut,
+        )
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
     plans = []

@@ -160,9 +160,17 @@ class SpeculativeModel:
                 location, dtype=dtype, device=device, target_weights=target_weights, revision=revision, offline=offline
             )
             target = replace(found, name=opened.target_name) if target is None else found
-        shared: dict[str, Any] = {"draft_vocab": draft_vocab, "tree": tree, "drafter": drafter, "tokenizer": tokenizer}
-        shared |= {"draft_weights": draft_weights, "max_model_len": max_model_len, "draft_window": draft_window}
-        return pair(target, opened, **shared)
+        return pair(
+            target,
+            opened,
+            draft_vocab=draft_vocab,
+            tree=tree,
+            drafter=drafter,
+            draft_weights=draft_weights,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            draft_window=draft_window,
+        )
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -337,9 +345,17 @@ class SpeculativeModel:
             raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)
         try:
             call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
-            how: dict[str, Any] = {"max_slots": max_slots, "speculative": speculative, "reuse_prefix": reuse_prefix}
-            how |= {"time_phases": time_phases, "partial_verification": partial_verification}
-            plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, **how)
+            plan = plan_call(
+                self.target,
+                self._decoders,
+                call,
+                self.is_tree_sized,
+                max_slots=max_slots,
+                speculative=speculative,
+                reuse_prefix=reuse_prefix,
+                time_phases=time_phases,
+                partial_verification=partial_verification,
+            )
             if streamer is not None:
                 if len(call.requests) != 1:
                     raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
@@ -421,9 +437,15 @@ class SpeculativeModel:
         half = max(1, max_length // 2)
         described = {"max_new_tokens": max_length - half, "seed": 0, **options}
         call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
-        call = replace(call, requests=call.requests * num_prompts)
-        how: dict[str, Any] = {"max_slots": max_slots, "partial_verification": partial_verification}
-        plan = plan_call(self.target, self._decoders, call, self.is_tree_sized, speculative=speculative, **how)
+        plan = plan_call(
+            self.target,
+            self._decoders,
+            replace(call, requests=call.requests * num_prompts),
+            self.is_tree_sized,
+            max_slots=max_slots,
+            speculative=speculative,
+            partial_verification=partial_verification,
+        )
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 

@@ -141,8 +141,15 @@ def load_target(
             if form is not None or (is_mixture and not adapter):
                 weights = weights if form is not None else f"in {str(stored or 'their type').removeprefix('torch.')}"
                 return load_by_tensor(fetch_target(target, revision, offline), config, form, stored, device)
-            how = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True, **where}
-            model, found = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=wanted or "auto", **how)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                target,
+                config=config,
+                dtype=wanted or "auto",
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **where,
+            )
             # transformers draws such weights at random.
             if drawn := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
                 problem = "are missing, or have other shapes than its config.json says"
