@@ -170,10 +170,11 @@ def test_narrow_types_are_their_twins(device: str, dtype: torch.dtype, how: str 
     check(experts if how is None else in_fp8(experts, how), torch.randn(9, 160, device=device).to(dtype))
 
 
-def test_programs_take_experts_in_turn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [80, pytest.param(2064, id="splits apart", marks=pytest.mark.slow)])
+def test_programs_take_experts_in_turn(device: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs than there is work; some rows are read by nobody, then all of them."""
     monkeypatch.setattr(module, "num_processors", lambda _device: 1)
-    experts = experts_of(torch.float32, device, hidden=160, width=80, count=40, top_k=3)
+    experts = experts_of(torch.float32, device, hidden=160, width=width, count=40, top_k=3)
     for unused in ((), (0, 7), tuple(range(8))):
         check(experts, torch.randn(8, 160, device=device), unused=unused)
 

@@ -306,6 +306,7 @@ def gated_experts_kernel(
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
+    # Where nothing is taken in turn a loop of one trip, which compilers leave out with its registers.
     end = touched * (GRID.shares * TILED) if GRID.in_turn else tl.program_id(0) + 1
     for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
         share, tile = item % GRID.shares, item // GRID.shares % TILED
@@ -419,8 +420,9 @@ def add_experts_kernel(
     COLUMNS: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.block_rows
     none = tl.zeros([COLUMNS, ROWS], tl.float32)
-    # Where there are no pairs at all the first of each tile goes on.
+    # One place at least: where there are no pairs at all the first of each tile goes on.
     end = tl.maximum(touched, 1) * (SIDE * TILED) if GRID.in_turn else tl.program_id(0) + 1
+    # A program without a place waits, too, as `machine` asks.
     if tl.program_id(0) >= end:
         wait_for_previous(OVERLAP)
     for item in tl.range(tl.program_id(0), end, tl.num_programs(0) if GRID.in_turn else 1, num_stages=1):
@@ -453,7 +455,7 @@ def add_experts_kernel(
             to = (split * rows.to(tl.int64) * GRID.top_k + pair)[None, :] * SHAPE.size + n[:, None]
             tl.store(part_ptr + to, acc, mask=n_inside[:, None] & inside[None, :])
         if GRID.combines:
-            # Programs without pairs end.
+            # What has no pairs adds nothing.
             has_part = count > 0 or (all_pairs == 0 and place_of + side == 0)
             if has_part:
                 tl.debug_barrier()

@@ -30,8 +30,8 @@ _CUT_DEPTH = 2048
 _FEW_PAIRS = 512
 """Pairs that programs look through by themselves, and whose results the program done last adds; more are listed."""
 _BY_PAIR = 16
-"""Pairs that always have programs of their own; of more, up to the number of experts, programs take experts in turn,
-but of packed weights."""
+"""Pairs that always have places of their own; of more, up to the number of experts, programs take experts in turn,
+unless weights are packed."""
 _COMBINED = 16
 """Rows that are added at a time."""
 _MAX_SHARES = 4
@@ -59,7 +59,7 @@ _TILES: Mapping[str, tuple[ProductTiles, ...]] = {
     "fp32": (ProductTiles(64, 32, 16, 4, 2), ProductTiles(64, 32, 32, 4, 2)),
 }
 """By the rows that an expert has in the mean, or the most."""
-_OF_SOME: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
+_TILES_BY_PAIRS: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
     # Wide tiles where so few are left that each program has one; else as many programs as can be.
     "plain": (
         (32, ProductTiles(128, 64, 16, 4, 5), ProductTiles(64, 128, 16, 4, 3, ahead=256)),
@@ -67,7 +67,7 @@ _OF_SOME: Mapping[str, tuple[tuple[int, ProductTiles, ProductTiles], ...]] = {
     ),
     "fp8": ((_FEW_PAIRS, ProductTiles(128, 128, 16, 4, 4), ProductTiles(64, 128, 16, 4, 4, ahead=256)),),
 }
-"""From 17 pairs on, but no more than there are experts: up to so many pairs, tiles of gate and up, and of down."""
+"""Of more than `_BY_PAIR` pairs, up to the number of experts: most pairs, tiles of gate and up, and of down."""
 
 
 class Clamp(NamedTuple):
@@ -360,7 +360,7 @@ def _tiles(
     tiles = next((each for each in known if each.block_rows >= wanted), known[-1])
     grid = _grid(experts, rows, min(_MAX_SHARES, triton.cdiv(rows, tiles.block_rows)), shape.packed == 1)
     if _BY_PAIR < pairs <= experts.count:
-        for most, *both in _OF_SOME.get(kind, ()):
+        for most, *both in _TILES_BY_PAIRS.get(kind, ()):
             if pairs <= most:
                 tiles = both[is_down]
                 break
