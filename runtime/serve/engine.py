@@ -79,6 +79,7 @@ class ServeEngine(Source):
             for answer in [*self.waiting, *self.running.values()]:
                 answer.request.is_cancelled = True
             self._changed.notify()
+        # By it `cli.main` knows, without importing this, that the thread has not ended.
         self._thread.name = "closed engine"
         self._thread.join(timeout_s)
 
