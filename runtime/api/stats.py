@@ -14,7 +14,7 @@ import torch
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step: drafting (all of a step that is replayed as one), verifying, and the host's own work."""
+    """Seconds of one step: drafting (all of a replayed step), verifying, and the host's own work that is waited for."""
 
     draft_s: float
     verify_s: float
@@ -139,36 +139,38 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._has_events = device.type == "cuda"
-        self._phases: list[tuple[str, float, Any]] = []
-        """Name of each phase in order, when the host began it, and its seconds or the two events around it."""
+        self._phases: list[tuple[str, Any, Any]] = []
+        """Name of each phase in order, when it began and when it ended."""
         self._start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute what runs inside to a phase."""
-        started = time.perf_counter()
-        if self._has_events:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._phases.append((name, started, (begin, end)))
-        else:
-            yield
-            self._phases.append((name, started, time.perf_counter() - started))
+        begin = self._now()
+        yield
+        self._phases.append((name, begin, self._now()))
 
     def stop_and_wait(self) -> dict[str, Any]:
         """Wait for the device; return ``total_s`` and ``steps``."""
+        after = self._now()
         if self._has_events:
             torch.cuda.synchronize()
-        ended = time.perf_counter()
-        total_s, steps, seconds = ended - self._start, list[StepTimes](), defaultdict[str, float](float)
+        total_s, steps, seconds = time.perf_counter() - self._start, list[StepTimes](), defaultdict[str, float](float)
         # From the last step to the first: the phases behind a step's beginning are its own.
-        for name, started, took in reversed(self._phases):
-            seconds[name] += took[0].elapsed_time(took[1]) / 1e3 if self._has_events else took
+        for name, begin, end in reversed(self._phases):
+            seconds[name] += self._between(begin, end)
+            seconds["between"] += self._between(end, after)
+            after = begin
             if name in ("draft", "step"):
-                host_s = max(0.0, ended - started - sum(seconds.values()))
-                steps.append(StepTimes(seconds["draft"] + seconds["step"], seconds["verify"], host_s))
-                ended = started
+                steps.append(StepTimes(seconds["draft"] + seconds["step"], seconds["verify"], seconds["between"]))
                 seconds.clear()
         return {"total_s": total_s, "steps": tuple(reversed(steps))}
+
+    def _now(self) -> Any:
+        """Return the host's time; on a GPU an event, as the host runs ahead of it."""
+        if not self._has_events:
+            return time.perf_counter()
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3 if self._has_events else end - begin

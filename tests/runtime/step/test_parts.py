@@ -1,12 +1,14 @@
 """Attention masks, sampling, cache and statistics, each by a case worked by hand."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from eagle_slim.runtime.api.sampling import noise_keys
-from eagle_slim.runtime.api.stats import GenerationStats, StepTimes
+from eagle_slim.runtime.api.stats import GenerationStats, PhaseTimer, StepTimes
 from eagle_slim.runtime.target.attention import tree_attention_mask
 from eagle_slim.runtime.target.cache import KVCache, LayerShape
 from eagle_slim.runtime.tree import layout_tree
@@ -77,3 +79,39 @@ def test_statistics_add_up() -> None:
     first = replace(one, active_sequences={1: 1, 3: 2}, finish_reasons={"eos": 2, "length": 1})
     whole = GenerationStats.sum([first, replace(other, active_sequences={1: 1}, finish_reasons={"eos": 1})])
     assert (whole.active_sequences, whole.finish_reasons) == ({1: 2, 3: 2}, {"eos": 3, "length": 1})
+
+
+class Event:
+    """A stand-in for a CUDA event: the GPU reaches it when all before is done, at ``done`` at the earliest."""
+
+    host = done = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record_event(self, event: Event) -> Event:
+        """Stand in for the stream, too."""
+        event.at = Event.done = max(Event.host, Event.done)
+        return event
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_a_gpu_s_steps_add_up_though_the_host_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Event(enable_timing=True))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = PhaseTimer(torch.device("cuda"))
+    # Steps of a second on the GPU, which the host begins earlier, later and irregularly; it is late for the fourth.
+    for begun in (0.0, 0.1, 1.8, 3.5, 3.6):
+        Event.host = max(Event.host, begun)
+        with timer.phase("step"):
+            Event.done = max(Event.host, Event.done) + 1.0
+    with timer.phase("prefill"):
+        Event.done += 2.0
+    Event.host = 8.0
+    steps = timer.stop_and_wait()["steps"]
+    assert [step.draft_s for step in steps] == pytest.approx([1.0] * 5)
+    assert [step.host_s for step in steps] == pytest.approx([0.0, 0.0, 0.5, 0.0, 0.5])
+    assert sum(map(sum, steps)) == pytest.approx(8.0 - 2.0)
