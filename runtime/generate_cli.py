@@ -170,7 +170,8 @@ class _Session:
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
     speed = f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s"
-    parts = [f"{speed}, {stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes)"]
+    counts = f"{stats.num_accepted_tokens} in {stats.num_passes}"
+    parts = [f"{speed}, {stats.mean_accepted_length:.2f} tokens per target pass ({counts})"]
     if stats.num_missed:
         parts.append(f"{stats.missed_rate:.1%} of them outside the draft vocabulary")
     if stats.num_reused_tokens:
