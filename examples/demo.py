@@ -19,7 +19,7 @@ from eagle_slim import runtime
 from eagle_slim.convert import Artifact
 from eagle_slim.runtime.compare import load_prompts
 
-SIZE = 16384
+SIZE = 4096
 SLIM = f"smollm2-135m-instruct-eagle3-v{SIZE}"  # the name that eagle-convert gives it by default
 PROMPT = "What are three good habits for learning a new language?"
 MEASURED = Path(__file__).with_name("prompts.jsonl"), 4  # chats and mathematics, as one prompt tells little
