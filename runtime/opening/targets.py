@@ -94,7 +94,7 @@ def open_target(
     if isinstance(target, nn.Module):
         if revision is not None:
             raise UsageError(f"revision = {revision!r}, but the target is loaded already. Leave revision out.")
-        return OpenedTarget(target.config, place, wanted, target_backend, target)
+        return OpenedTarget(target.config, place, wanted, target_backend, target, offline=offline)
     location = given_target(target, offline, revision)
     config = load_target_config(location, revision, offline)
     form = choose_form(location, config, target_weights, wanted, place, revision, offline)

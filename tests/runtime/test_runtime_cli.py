@@ -445,9 +445,9 @@ def test_an_unconverted_head_needs_a_ranking(compare: Run, pair: Pair) -> None:
     code, _, err = compare("--max-new-tokens", "4", "--sizes", "full,320", head=pair.head)
     assert code == 2
     assert "needs a ranking" in err
-    code, out, err = compare("--max-new-tokens", "4", head=pair.head)
+    code, out, err = compare("--max-new-tokens", "4", "--head", pair.slim, "--offline", head=pair.head)
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["plain", "full"]
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["plain", "head:", "slim:"]
 
 
 @pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 27), (compare_cli.main, 25)])
