@@ -96,7 +96,7 @@ class _Session:
         self, model: SpeculativeModel, system: str | None, raw: bool, check: bool, options: dict[str, Any]
     ) -> None:
         self.model, self.raw, self.check, self.options = model, raw, check, options
-        self.opening = [{"role": "system", "content": system}] if system else []
+        self.opening = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self.opening)
         self._printed_path = ""
 

@@ -186,6 +186,14 @@ def test_raw_text_is_continued_without_the_template(generate: Run, pair: Pair) -
     assert raw["token_ids"] != chat["token_ids"]
 
 
+def test_an_empty_system_message_is_one(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, seen = SpeculativeModel.encode_chat, list[Any]()
+    monkeypatch.setattr(SpeculativeModel, "encode_chat", lambda self, said: seen.extend(said) or read(self, said))
+    # Templates have defaults in the place of none.
+    assert generate("--prompt", "hello", "--max-new-tokens", "1", "--system", "").code == 0
+    assert seen[0] == {"role": "system", "content": ""}
+
+
 def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path) -> None:
     command = ("someone/slim", "--target", "someone/target", *TREE, "--draft-vocab", "300")
     command += ("--prompt", "hello", "--max-new-tokens", "4", "--json")
