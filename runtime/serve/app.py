@@ -197,7 +197,7 @@ async def _refuse(request: Any, error: Exception) -> Any:
 
     refusal = RefusedError("The client is gone.", 499) if isinstance(error, ClientDisconnect) else refusal_of(error)
     if not refusal.is_logged:
-        # The field is a client's text.
-        field = "" if refusal.param is None else brief(refusal.param)
-        _LOG.info(f"{request.url.path} {refusal.status}: {refusal.code or 'refused'} {field}")
+        # Path and field are a client's text.
+        path, field = brief(request.url.path), "" if refusal.param is None else brief(refusal.param)
+        _LOG.info(f"{path} {refusal.status}: {refusal.code or 'refused'} {field}")
     return _response(refusal.body(), refusal.status, refusal.headers)

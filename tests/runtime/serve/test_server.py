@@ -179,8 +179,9 @@ def test_a_wrong_call_is_refused_in_openais_form(
     assert named in error["message"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] in (body if isinstance(body, dict) and body else [None])
-    # A line, which no client can break into two.
-    assert [len(record.message.splitlines()) for record in caplog.records] == [1]
+    # A line, which no client can break into two or fill.
+    call(f"{served.url}/v1/%1b%5b31m%0a{'x' * 9000}")
+    assert [line.isprintable() and len(line) < 300 for line in caplog.messages] == [True, True]
 
 
 def test_fields_without_effect_are_taken(served: Served) -> None:
