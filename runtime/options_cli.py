@@ -9,7 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import click
-from eagle_slim.vocab_tools.common_cli import Decorated, choice_option, note
+from eagle_slim.vocab_tools.common_cli import Decorated, choice_option, note, read_by
 from eagle_slim.vocab_tools.hub import show_downloads
 
 from .settings import TreeConfig
@@ -46,19 +46,6 @@ _OPTIONS = (
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
 )
 _LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "target_weights", "offline")
-
-
-def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Make an option's callback of ``read``, which raises `ValueError` or `KeyError` for a value of another form."""
-
-    def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            return None if value is None else read(value)
-        except (ValueError, KeyError):
-            given = value if isinstance(value, str) else " ".join(value)
-            raise click.BadParameter(f"{given!r} does not have the form {example}.", ctx, param) from None
-
-    return parse
 
 
 _OF_DRAFTS = (

@@ -25,8 +25,8 @@ from .hub import limit_silence
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-class _Debuggable:
-    """Options of commands and groups: -h, wide help, and --debug."""
+class EagleCommand(click.Command):
+    """A command with -h, wide help and --debug, which takes an option of one value once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -34,12 +34,17 @@ class _Debuggable:
         debug = click.Option(["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
         self.params: list[click.Parameter] = [*self.params, debug]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, but refuse an option whose last value alone would count."""
+        given = self.make_parser(ctx).parse_args([*args])[2]
+        for option in given if not ctx.resilient_parsing else ():
+            if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and given.count(option) > 1:
+                problem = f"{option.opts[0]} takes one value and is given {given.count(option)} times. Give it once."
+                raise click.UsageError(problem, ctx)
+        return super().parse_args(ctx, args)
 
-class EagleCommand(_Debuggable, click.Command):
-    """A command that knows --debug."""
 
-
-class EagleGroup(_Debuggable, click.Group):
+class EagleGroup(EagleCommand, click.Group):
     """A group of commands, listed in the order of work, in which they were added."""
 
     command_class = EagleCommand
@@ -85,14 +90,21 @@ def parse_shares(option: str, values: Iterable[str]) -> dict[str, float]:
     return shares
 
 
-def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Read comma-separated numbers, as the callback of an option."""
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of numbers such as 8192,16384.", ctx, param) from None
+def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Make an option's callback of ``read``, which raises `ValueError` or `KeyError` for a value of another form."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return None if value is None else read(value)
+        except (ValueError, KeyError):
+            given = value if isinstance(value, str) else " ".join(value)
+            raise click.BadParameter(f"{given!r} does not have the form {example}.", ctx, param) from None
+
+    return parse
+
+
+whole_numbers = read_by(lambda text: tuple(map(int, text.split(","))), "8192,16384")
+"""The callback of an option for numbers that commas separate."""
 
 
 def emit_json(value: Any) -> None:

@@ -114,8 +114,8 @@ def _template_kwargs(values: tuple[str, ...]) -> dict[str, Any]:
         parsed = {key: json_value(_WORDS.get(text.lower(), text), text)} if equals else None
         if value.lstrip().startswith("{"):
             parsed = json_value(value)
-        if not parsed or not all(parsed):
-            expected = 'expected KEY=VALUE, or a JSON object as in {"enable_thinking": true}'
+        if not parsed or not all(parsed) or parsed.keys() & kwargs.keys():
+            expected = 'expected KEY=VALUE, each key once, or a JSON object as in {"enable_thinking": true}'
             raise UsageError(f"--chat-template-kwargs {value!r}: {expected}.")
         kwargs |= parsed
     return kwargs

@@ -19,7 +19,6 @@ from ..options_cli import (
     model_options,
     no_follow_option,
     partial_verification_option,
-    read_by,
     show_warnings_as_lines,
 )
 from ..settings import SamplingConfig, TreeConfig
@@ -29,7 +28,7 @@ from .prompts import load_prompts
 
 def _list_of(read: Callable[[str], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """Make the callback for values that commas separate; each is taken once."""
-    return read_by(lambda text: tuple(dict.fromkeys(read(item.strip()) for item in text.split(","))), example)
+    return common.read_by(lambda text: tuple(dict.fromkeys(read(item.strip()) for item in text.split(","))), example)
 
 
 def _tree(text: str) -> TreeConfig | None:
@@ -61,7 +60,7 @@ Examples:
     "trees",
     multiple=True,
     metavar="D,K,N",
-    callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
+    callback=common.read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
     help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60, on a CPU auto.",
 )
 @click.option(

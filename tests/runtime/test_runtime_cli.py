@@ -65,12 +65,18 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+def with_defaults(args: tuple[str, ...], *defaults: str) -> list[str]:
+    """Add the defaults, a name before each value, whose names are not given: no command takes one twice."""
+    pairs = zip(defaults[::2], defaults[1::2], strict=True)
+    return [*args, *(word for pair in pairs if pair[0] not in args for word in pair)]
+
+
 @pytest.fixture
 def generate(run: Run, pair: Pair) -> Run:
     """Run `eagle-generate` with a head, the converted one unless another is given."""
 
     def call(*args: str, head: str = pair.slim, stdin: str | None = None) -> Ended:
-        return run(generate_cli.main, head, "--target", pair.target, *TREE, *args, stdin=stdin)
+        return run(generate_cli.main, head, *with_defaults(args, "--target", pair.target, *TREE), stdin=stdin)
 
     return call
 
@@ -81,9 +87,8 @@ def compare(run: Run, pair: Pair, tmp_path: Path) -> Run:
 
     def call(*args: str, head: str = pair.slim, prompts: str = "hello\n") -> Ended:
         (tmp_path / "p.txt").write_text(prompts)
-        tree = () if "--tree" in args else ("--tree", "2,4,20")
-        given = ("--target", pair.target, *tree, "--prompts", str(tmp_path / "p.txt"), "--modes", "greedy")
-        return run(compare_cli.main, head, *given, *args)
+        given = ("--prompts", str(tmp_path / "p.txt"), "--modes", "greedy", "--tree", "2,4,20")
+        return run(compare_cli.main, head, *with_defaults(args, "--target", pair.target, *given))
 
     return call
 
@@ -219,13 +224,14 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
         (["--device", "meta"], 2, "cannot be computed on"),
         (["--raw", "--system", "y"], 2, "Give one of them"),
         (["--prompt", ""], 2, "There is no prompt"),
+        (["--prompt", "x", "--prompt=y"], 2, "--prompt takes one value and is given 2 times"),
         (["--draft-vocab", "341"], 2, "draft_vocab = 341"),
         (["--total-tokens", "999"], 2, "top_k = 4 give only"),
     ],
 )
 def test_mistakes(generate: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, message: str) -> None:
     monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
-    got, out, err = generate("--prompt", "x", *args)
+    got, out, err = generate(*with_defaults(tuple(args), "--prompt", "x"))
     assert (got, out) == (code, "")
     assert message in err
     assert "Traceback" not in err

@@ -110,8 +110,8 @@ def test_variables_of_the_template_are_values_of_json(run, files, tmp_path):
     for given in ([option, "x=True", option, "y=Z"], [option, '{"x": true, "y": "Z"}']):
         source = run(*arguments, *given).json["sources"][0]
         assert source["provenance"]["chat_template_kwargs"] == {"x": True, "y": "Z"}
-    for wrong in ("x", "=1", "{", "[]", '{"x"}', "{}", "messages=[]"):
-        refused = run(*arguments, option, wrong)
+    for wrong in ("x", "=1", "{", "[]", '{"x"}', "{}", "messages=[]", "y=1"):
+        refused = run(*arguments, option, "y=0", option, wrong)
         assert refused.code == 2
         assert option in refused.err
 
