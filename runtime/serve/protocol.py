@@ -322,6 +322,6 @@ def _read_message(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
+    arguments = call["function"]["arguments"] or "{}"
     arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
     return {**call, "function": {**call["function"], "arguments": arguments}}

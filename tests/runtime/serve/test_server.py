@@ -114,14 +114,14 @@ def test_messages_are_read_as_templates_take_them(
     tool_call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [tool_call]},
+        {"role": "assistant", "content": None, "tool_calls": [tool_call, {"function": {"name": "g", "arguments": ""}}]},
     ]
     body = {"messages": messages, "tools": [{"type": "function"}], "max_tokens": 1, "return_token_ids": True}
     body["chat_template_kwargs"] = {"thinking": True}
     answer = json.loads(call(f"{served.url}/v1/chat/completions", body)[2])
     read, _ = json.JSONDecoder().raw_decode(text := model.tokenizer.decode(answer["prompt_token_ids"]))
     assert read[0] == {"role": "system", "content": "a\nb"}
-    assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert [each["function"]["arguments"] for each in read[1]["tool_calls"]] == [{"x": 1}, {}]
     assert text.endswith('[{"type": "function"}]True')
 
 
