@@ -177,6 +177,12 @@ def test_what_slots_hold():
     assert KeptRows(tuple("abcdefg"), 6).cut("abcX", 2) == KeptRows(tuple("abc"), 2)
     assert kept.cut("Xb", 0) == KeptRows(("X",), 0)
     assert match_slots(["Xy", "abcd"], [kept, KeptRows()], [0, 1], is_drafted=False) == [(1, 0), (0, 3)]
+    # Two chats with one system message beside each other: each has a slot, and goes on there.
+    chats = KeptRows(tuple("sys, how are you? fine")), KeptRows()
+    assert match_slots(["sys, who?"], chats, [0, 1], is_drafted=False) == [(1, 0)]
+    assert match_slots(["sys, how are you? fine!"], chats, [0, 1], is_drafted=False) == [(0, 20)]
+    assert match_slots(["sys, how are you?"], chats, [0, 1], is_drafted=False) == [(0, 16)]  # once more
+    assert match_slots(["sys, who?"], chats[:1], [0], is_drafted=False) == [(0, 4)]
 
 
 @pytest.mark.parametrize("backend", ["fused", "transformers"])
