@@ -19,14 +19,10 @@ _FOR_HELP = "Write the class name for this engine alone (sglang: EAGLE-1/2, lmde
 _TAPS_HELP = "Target layers whose inputs the head reads, if its files are wrong."
 
 
-def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[int | str, ...] | None:
+def _sizes(given: tuple[str, ...]) -> tuple[int | str, ...] | None:
     """Read `32000`, `8192,16384,32000`, or `full`, once or several times."""
-    value = ",".join(given)
-    parts = [part.strip() for part in value.split(",")]
-    if given and not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
-        problem = f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}."
-        raise click.BadParameter(problem, ctx, param)
-    return tuple("full" if part == "full" else int(part) for part in parts) if given else None
+    parts = [part.strip() for value in given for part in value.split(",")]
+    return tuple(part if part == "full" else int(part) for part in parts) or None
 
 
 def _refuse_gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -45,14 +41,16 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option("--draft-vocab", multiple=True, callback=_sizes, metavar="N,N,...", help=_SIZES_HELP)
+@click.option(
+    "--draft-vocab", multiple=True, callback=common.read_by(_sizes, "32000, 8192,16384 or full"), help=_SIZES_HELP
+)
 @click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
-@click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
+@common.weight_option
 @common.floor_option
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
 @click.option("--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order, without a corpus.")
@@ -93,11 +91,9 @@ def convert(
     from .pipeline import convert_head, plan_conversion
     from .vocabulary_choice import VocabRequest
 
-    alike = ("counts", "token_map", "order", "force_added", "force_ids")
+    alike = ("counts", "weights", "floors", "token_map", "order", "force_added", "force_ids")
     request = VocabRequest(
         corpus=tuple(map(parse_source, options.pop("datasets"))),
-        weights=common.parse_shares("--weights", options.pop("weights")) or None,
-        floors=common.parse_shares("--floor", options.pop("floors")) or None,
         **{name: options.pop(name) for name in alike},
     )
     given = ConvertOptions(vocabulary=request, flavour=flavour or "default", **options)  # type: ignore[arg-type]  # checked by click

@@ -24,9 +24,6 @@ _FOR_HELP = "Who will read the file; head: d2t and t2d, for heads and trainers."
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _vocabulary_argument = click.argument("vocabulary", metavar="VOCAB")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
-_weight_option = click.option(
-    "--weights", "-w", multiple=True, metavar="NAME=SHARE", help="Shares of sources: `chat=3,code=2`; repeatable."
-)
 _target_vocab_option = click.option(
     "--target-vocab", type=click.IntRange(1, MAX_ROWS), metavar="V", help="Rows of the target's LM head (vocab_size)."
 )
@@ -55,13 +52,13 @@ def _command(example: str, name: str | None = None) -> Callable[[Callable[..., A
 
 @_command("merge chat.counts.safetensors code.counts.safetensors -w chat=3 --out mix.counts.safetensors")
 @_counts_argument
-@_weight_option
+@common.weight_option
 @_out_option
 @common.force_option
 @common.json_option
-def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
+def merge(counts: tuple[str, ...], weights: dict[str, float] | None, out: str, force: bool, as_json: bool) -> None:
     """Merge counts files; parts of one source are added, and weights are recorded."""
-    merged = _load_counts(counts, common.parse_shares("--weights", weights))
+    merged = _load_counts(counts, weights)
     path = refuse_existing(out, force)
     merged.save(path)
     if as_json:
@@ -81,7 +78,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 @click.option("--force-id", type=click.IntRange(0), multiple=True, metavar="ID", help="Another id to include.")
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
-@_weight_option
+@common.weight_option
 @common.floor_option
 @_out_option
 @common.force_option
@@ -97,8 +94,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     loaded, size, coverage = _load_counts(counts), options["size"], options["coverage"]
     forced = forced_ids(tokenizer, options["force_added"], options["force_id"])
     trained = None if candidates is None else _import(candidates, target_vocab)
-    weights = common.parse_shares("--weights", options["weights"])
-    floors = common.parse_shares("--floor", options["floors"])
+    weights, floors = options["weights"], options["floors"]
     ranked = rank_vocabulary(loaded, size, coverage, tokenizer, forced, target_vocab, trained, weights, floors)
     ranked.save(path)
     common.warn(ranked.warnings)
@@ -121,7 +117,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 @_vocabulary_argument
 @_counts_argument
 @click.option("--sizes", callback=common.whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@_weight_option
+@common.weight_option
 @common.floor_option
 @common.json_option
 def coverage(vocabulary: str, counts: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -134,13 +130,11 @@ def coverage(vocabulary: str, counts: tuple[str, ...], as_json: bool, **options:
     from .ranking import rank_vocabulary
 
     read, loaded = _import(vocabulary, None), _load_counts(counts)
-    weights = common.parse_shares("--weights", options["weights"])
     # As a list would be ranked here: with the forced ids of the list, over the same rows.
     target_vocab = max(read.target_vocab, loaded.vocab_size)
     forced = read.target_ids[: read.num_forced if read.ranked else 0].tolist()
-    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=weights)
-    floors = common.parse_shares("--floor", options["floors"])
-    report = measure_coverage(read, loaded, options["sizes"], weights, beside=beside, floors=floors)
+    beside = rank_vocabulary(loaded, forced=forced, target_vocab=target_vocab, weights=options["weights"])
+    report = measure_coverage(read, loaded, beside=beside, **options)
     common.warn(report.warnings)
     if as_json:
         common.emit_json(report.to_json())

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
 
@@ -64,18 +65,7 @@ def choice_option(name: str, choices: Sequence[str], help_text: str) -> Callable
     return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help_text)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-version_option = click.version_option(version("eagle-slim"), prog_name="eagle-slim")
-force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
-floor_option = click.option(
-    "--floor", "floors", multiple=True, metavar="NAME=SHARE", help="Share of held-out tokens to cover: `zh=0.97`."
-)
-force_added_option = choice_option(
-    "--force-added", ["chat", "all"], "Added tokens to keep: those of the chat template, or all, with reserved ones."
-)
-
-
-def parse_shares(option: str, values: Iterable[str]) -> dict[str, float]:
+def _shares(ctx: click.Context, param: click.Parameter, values: Iterable[str]) -> dict[str, float] | None:
     """Read the values of --weights or --floor: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
     shares: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
@@ -85,9 +75,20 @@ def parse_shares(option: str, values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = math.nan
         if not name or name in shares or math.isnan(number):
-            raise UsageError(f"{option} {value!r}: expected NAME=SHARE, such as chat=0.5, each name once.")
+            raise UsageError(f"{param.opts[0]} {value!r}: expected NAME=SHARE, such as chat=0.5, each name once.")
         shares[name] = number
-    return shares
+    return shares or None
+
+
+_shares_option = partial(click.option, multiple=True, callback=_shares, metavar="NAME=SHARE")
+weight_option = _shares_option("--weights", "-w", help="Shares of sources: `chat=3,code=2`; repeatable.")
+floor_option = _shares_option("--floor", "floors", help="Share of held-out tokens to cover: `zh=0.97`; repeatable.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+version_option = click.version_option(version("eagle-slim"), prog_name="eagle-slim")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
+force_added_option = choice_option(
+    "--force-added", ["chat", "all"], "Added tokens to keep: those of the chat template, or all, with reserved ones."
+)
 
 
 def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:

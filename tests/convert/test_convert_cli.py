@@ -74,13 +74,13 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
     usage = [
         ((head,), "--draft-vocab"),
         ((head, "--draft-vocab", "many"), "many"),
-        ((head, "--draft-vocab", "0"), "'0'"),
+        ((head, "--draft-vocab", "0"), "found 0"),
         ((head, "--draft-vocab", "8", "--for", "vllm"), "'vllm' is not one of 'sglang', 'lmdeploy'"),
         ((head, "--draft-vocab", "8", "--tap-layers", "2,x"), "2,x"),
         ((head, "--draft-vocab", "8", "--weights", "chat"), "NAME=SHARE"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--for", "sglang"), "Leave --for out"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
-        ((head, "--draft-vocab", "full,auto"), "`full`"),
+        ((head, "--draft-vocab", "full,auto"), "'full,auto' does not have the form"),
         ((head, "--draft-vocb", "8"), "--draft-vocab"),
         # Before the head is looked for.
         ((tmp_path / "nothing", "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
