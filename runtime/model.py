@@ -327,7 +327,7 @@ class SpeculativeModel:
                 eos_token_id: default the target's own; None: no end. pad_token_id: fills ``sequences``.
                     num_return_sequences, max_time (seconds), return_dict_in_generate. What follows are arguments alone.
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
-                    in a tensor [prompts, seq], unless it is an end of sequence too.
+                    in a tensor [prompts, seq], unless it ends sequences, too; what may be either is refused.
                 seed: fixes every draw, together with the prompt's place in the call; None draws one from PyTorch's
                     generator. A list holds a seed for each prompt, whose draws depend on nothing else in the call.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).

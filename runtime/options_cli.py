@@ -153,8 +153,4 @@ def _show_progress() -> None:
 
 def show_warnings_as_lines() -> None:
     """Print Python warnings as one line on stderr, as the commands print their own."""
-
-    def show(message: Warning | str, *_args: Any, **_kwargs: Any) -> None:
-        note(f"warning: {message}")
-
-    warnings.showwarning = show
+    warnings.showwarning = lambda message, *_args, **_kwargs: note(f"warning: {message}")

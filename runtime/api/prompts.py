@@ -28,12 +28,13 @@ def read_token_id(token: Any, name: str = "input_ids") -> int:
 
 
 def read_prompts(
-    given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None
+    given: Prompts, attention_mask: Any, pad: tuple[int, bool] | None, tokenizer: Any | None
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the token ids of each prompt as they were given, and without the padding.
 
-    ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
-    [prompts, seq]. Raises `UsageError` for what is no prompt or mask, `PromptError` for an empty list of prompts.
+    ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad``, an id and whether it
+    ends sequences, tells padding in a tensor [prompts, seq]. Raises `UsageError` for what is no prompt or mask, and for
+    ids that may be padding; `PromptError` for an empty list of prompts.
     """
     if isinstance(given, Mapping):
         if "input_ids" not in given:
@@ -45,7 +46,7 @@ def read_prompts(
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
-        attention_mask = given != pad
+        attention_mask = _mask_by_id(given, *pad)
     values = [given] if isinstance(given, str) else _as_list("input_ids", "text or token ids", given)
     if not values:
         raise PromptError("No prompt was given.")
@@ -150,6 +151,18 @@ def _out_of_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
         thoughts, said = [*thoughts, *said], []
     more = {"thinking": "\n".join(filter(None, thoughts)), "tool_calls": calls}
     return {**message, "content": "".join(said), **{name: found for name, found in more.items() if found}}
+
+
+def _mask_by_id(ids: Any, pad: int, is_end: bool) -> list[list[bool]] | None:
+    """Return where padding is not; None where its id ends sequences. Raises `UsageError` where text may be padding."""
+    kept = (ids != pad).tolist()
+    before, behind = ([[*row[::way], True].index(True) for row in kept] for way in (1, -1))
+    is_padded = len({*before}) > 1 or (len({*behind}) > 1 and max(behind) > 1)
+    inner = (row[first : len(row) - last] for row, first, last in zip(kept, before, behind, strict=True))
+    if is_padded if is_end else any(False in row for row in inner):
+        problem = "ends sequences and begins or ends some prompts" if is_end else "also stands within a prompt"
+        raise UsageError(f"input_ids: pad_token_id {pad} {problem}. Give an attention_mask, of ones without padding.")
+    return None if is_end else kept
 
 
 def _is_read(name: Any, value: Any) -> bool:

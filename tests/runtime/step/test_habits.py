@@ -51,8 +51,8 @@ def test_a_left_padded_batch_is_returned_as_it_is(model):
     for same in (output.cpu(), output.to("cpu"), output.reshape(*output.shape)):
         assert torch.equal(same, expected)
     assert copy.deepcopy(output).tolist() == expected.tolist()
-    # An id that also ends a text is no padding.
-    whole = model.generate(LEFT, eos_token_id=0, max_new_tokens=0)
+    # An id that also ends a text is no padding, where a mask says so.
+    whole = model.generate(LEFT, attention_mask=torch.ones_like(LEFT), eos_token_id=0, max_new_tokens=0)
     assert [result.prompt_ids for result in whole.results] == LEFT.tolist()
     # The length of a padded batch counts its padding.
     ends = {"eos_token_id": [18, 2], "max_length": 16}
