@@ -27,6 +27,7 @@ _TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response"
 # Templates read the first names; datasets and APIs have the others, too.
 TEMPLATE_REASONING = ("reasoning_content", "thinking", "reasoning")
 _REASONING = (*TEMPLATE_REASONING, "thought", "thoughts", "reasoning_text", "reasoning_details", "thinking_blocks")
+_CHANNELS = {"reasoning": "analysis", "function_call": "commentary", "message": "final"}
 _ARGUMENTS = ("arguments", "input", "args", "parameters")
 # Parts of the first messages, which may hold tools alone.
 _OF_HARMONY = ("system_content", "developer_content")
@@ -49,11 +50,11 @@ def messages_in_text(text: str) -> list[Any] | None:
     return value if isinstance(first, dict) and ("role" in first or "from" in first) else None
 
 
-def json_value(text: str, otherwise: Any = None) -> Any:
-    """Parse JSON; give `otherwise` for other text."""
+def json_value(text: Any, otherwise: Any = None) -> Any:
+    """Parse JSON; give `otherwise` for other text, and for what is none."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return otherwise
 
 
@@ -92,6 +93,13 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
         role, content = _ROLES.get(str(speaker).lower()), rest.pop("value", None)
         if role is None:
             raise ChatError(f"{where}: unknown speaker {speaker!r}; known are {', '.join(_ROLES)}")
+    # Items of OpenAI's Responses API say what messages on harmony's channels do.
+    kind = str(rest.get("type"))
+    if role == ("assistant" if kind == "message" else None) and (channel := _CHANNELS.get(kind)):
+        content = content if role else words_of([rest.pop("summary", None), content]) or rest.pop("arguments", "")
+        role, rest["channel"], rest["recipient"] = "assistant", channel, rest.pop("name", "all")
+    elif role is None and kind.endswith("call_output"):
+        role, content = "tool", rest.pop("output", None)
     if not isinstance(role, str):
         raise ChatError(f"{where}: no role; it has {', '.join(map(repr, message)) or 'no keys'}")
     if role.lower() not in _TEMPLATES_KNOW:
@@ -272,7 +280,7 @@ def _formed_call(call: Any, as_text: bool) -> Any:
         return call
     arguments = function["arguments"]
     if not as_text:
-        arguments = _parsed(arguments)
+        arguments = json_value(arguments, arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     function = {**function, "arguments": arguments}
@@ -283,11 +291,6 @@ def _function(call: Any) -> Mapping[str, Any]:
     """Return the name and arguments of a tool call, which OpenAI's form has under `function`."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     return function if isinstance(function, Mapping) else {}
-
-
-def _parsed(arguments: Any) -> Any:
-    parsed = json_value(arguments) if isinstance(arguments, str) else None
-    return arguments if parsed is None else parsed
 
 
 def content_text(message: Message) -> str:
@@ -304,7 +307,8 @@ def call_texts(message: Message) -> list[tuple[str, list[tuple[str, ...]]]]:
     texts = []
     for call in calls if isinstance(calls, list) else []:
         function = _function(call)
-        name, arguments = str(function.get("name")), _parsed(function.get("arguments"))
+        name, arguments = str(function.get("name")), function.get("arguments")
+        arguments = json_value(arguments, arguments)
         text = json.dumps({"name": name, "arguments": arguments} if "name" in function else call, ensure_ascii=False)
         texts.append((text, list(_words([name, arguments]))))
     return texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -38,10 +38,6 @@ def _tree(text: str) -> TreeConfig | None:
     return TreeConfig(depth, top_k, nodes)
 
 
-def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
-    return tuple(dict.fromkeys(map(_tree, texts))) or None
-
-
 @click.command(
     cls=common.EagleCommand,
     epilog="""\b
@@ -60,7 +56,7 @@ Examples:
     "trees",
     multiple=True,
     metavar="D,K,N",
-    callback=common.read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
+    callback=common.read_by(lambda texts: tuple(dict.fromkeys(map(_tree, texts))) or None, "DEPTH,TOP_K,NODES or auto"),
     help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60, on a CPU auto.",
 )
 @click.option(

@@ -79,6 +79,19 @@ def test_words_are_found_wherever_an_assistant_has_them(message: dict[str, Any],
     assert [piece.text for piece in apart] == [words[1:] for words in expected if words[0] == "+"]
 
 
+def test_items_of_the_responses_api_are_turns() -> None:
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ωω"}]}
+    thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "κκ"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "λ", "arguments": '{"v": "μμμ"}'}
+    output = {"type": "function_call_output", "call_id": "c", "output": "zzz"}
+    items = [{"type": "message", **USER}, thought, call, output, {"type": "reasoning", "summary": []}, said]
+    assert counted(CHATML, CHATML_TOKENS, items) == [WRITTEN, "+κκ", *SAID]
+    turns = [(turn["role"], turn["content"]) for turn in normalise_messages(items)]
+    assert turns == [("user", "zz"), ("assistant", None), ("tool", "zzz"), ("assistant", "ωω")]
+    raw = [*items[:2], {**thought, "summary": [], "content": [{"type": "reasoning_text", "text": "κκ"}]}, said]
+    assert counted(CHATML, CHATML_TOKENS, raw) == [*SAID, "+κκ\nκκ"]
+
+
 LLAMA = chat(
     "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>",
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
