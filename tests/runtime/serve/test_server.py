@@ -363,7 +363,11 @@ def test_a_signal_ends_a_server_that_loads(
         server.communicate()
 
 
-def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("args", [["--api-key", ""], []])
+def test_an_empty_key_is_refused(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EAGLE_SLIM_API_KEY", "")
     with pytest.raises(SystemExit) as ended:
-        main(["--api-key", ""])
-    assert (ended.value.code, "--api-key is empty" in capsys.readouterr().err) == (2, True)
+        main(args)
+    assert (ended.value.code, "is empty, which every call would match" in capsys.readouterr().err) == (2, True)
