@@ -168,12 +168,12 @@ class ServedCall:
 
     def __str__(self) -> str:
         """Return a line for the log, without its text."""
-        usage, seconds = self.usage(), time.perf_counter() - self.began
-        reasons = {answer.finish_reason or "" for answer in self.answers}
+        used, kept = self.usage(), sum(each.request.num_accepted for each in self.answers)
+        reasons = ", ".join(sorted({answer.finish_reason or "" for answer in self.answers}))
         first = f"first token after {self.first_token_s:.3f} s, " if self.first_token_s is not None else ""
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        tokens = f"{usage['prompt_tokens']} prompt tokens ({cached} reused), {usage['completion_tokens']} new"
-        return f"{self.shared['id']}: {tokens}; {first}{seconds:.2f} s; ended by {', '.join(sorted(reasons))}"
+        asked = f"{used['prompt_tokens']} prompt tokens ({used['prompt_tokens_details']['cached_tokens']} reused)"
+        said = f"{used['completion_tokens']} new ({kept} drafted); {first}{time.perf_counter() - self.began:.2f} s"
+        return f"{self.shared['id']}: {asked}, {said}; ended by {reasons}"
 
     def whole(self) -> bytes:
         """Write the whole answer; all must have ended."""
