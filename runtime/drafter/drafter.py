@@ -246,7 +246,7 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
     check_choice("drafter", drafter, names)
     if drafter == "triton" and device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
         raise DrafterError(
-            f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
+            f"drafter (or backend) = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use 'reference', or "
             "TRITON_INTERPRET=1 in the environment to run it in Triton's interpreter, which computes bfloat16 wrongly."
         )
 
