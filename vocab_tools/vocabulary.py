@@ -204,12 +204,36 @@ class DraftVocab:
             return cls(ids, value["num_forced"], value["target_vocab"], provenance, value["ranked"])
 
 
-def checked_provenance(value: dict[str, Any]) -> Provenance:
-    """Return an account that was read from a file; VocabularyError where what is read of it has another type."""
-    for key, kind in {"warnings": list, "forced": dict, "floors": dict, "counted_ids": int}.items():
-        if type(value.get(key, kind())) is not kind:
-            raise VocabularyError(f"provenance: {key}: expected {kind.__name__}.")
+_TYPES = {"warnings": list, "forced": dict, "floors": dict, "sources": list, "counted_ids": int, "tokenizer_hash": str}
+"""Types of what is read of an account of a ranking."""
+
+
+def checked_provenance(value: Any, where: str = "provenance") -> Provenance:
+    """Return an account that was read from a file; VocabularyError where what is read of it has another form."""
+    if not isinstance(value, dict):
+        raise VocabularyError(f"{where}: expected an object, found {value!r:.60}.")
+    for key, kind in _TYPES.items():
+        if type(found := value.get(key, kind())) is not kind:
+            raise VocabularyError(f"{where}: {key}: expected {kind.__name__}, found {found!r:.60}.")
+    reasons, floors = value.get("forced", {}), value.get("floors", {"size": 0})
+    sound = {
+        "warnings: expected texts": all(isinstance(text, str) for text in value.get("warnings", ())),
+        "forced: expected texts by ids": all(key.isdecimal() and isinstance(reasons[key], str) for key in reasons),
+        "floors: expected a size": type(floors.get("size")) is int,
+        "sources: expected name, tokens and weight": all(map(_is_source, value.get("sources", ()))),
+        "counted_ids: expected a number of ids": value.get("counted_ids", 0) >= 0,
+    }
+    if problems := [problem for problem, holds in sound.items() if not holds]:
+        raise VocabularyError(f"{where}: {problems[0]}.")
+    if "token_map" in value:
+        checked_provenance(value["token_map"], f"{where}: token_map")
     return cast("Provenance", value)
+
+
+def _is_source(source: Any) -> bool:
+    if not isinstance(source, dict) or not isinstance(source.get("name"), str) or type(source.get("tokens")) is not int:
+        return False
+    return type(source.get("weight")) in (int, float) and 0 <= source["weight"] < 1e300
 
 
 def is_native(value: Any) -> bool:

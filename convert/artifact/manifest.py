@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.vocabulary import DraftVocab, checked_provenance
 from numpy.typing import NDArray
@@ -166,8 +167,10 @@ def _check(value: dict[str, Any], path: Path) -> None:
         is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
         if not is_entry or type(entry.get("size_bytes")) is not int:
             raise _broken(path, f"files: {name}: expected an object with size_bytes, and tensors an object")
-    if (problem := _problem_of_vocabulary(value["vocabulary"] or {})) is not None:
-        raise _broken(path, f"vocabulary: {problem}")
+    try:
+        checked_provenance(value["vocabulary"] or {}, "vocabulary")
+    except VocabularyError as error:
+        raise _broken(path, str(error).rstrip(".")) from error
     for key, kind in (("warnings", str), ("tap_layers", int)):
         if not all(type(each) is kind for each in value[key] or ()):
             raise _broken(path, f"{key}: expected {kind.__name__} in it alone, found {value[key]!r:.80}")
@@ -183,28 +186,6 @@ def _check(value: dict[str, Any], path: Path) -> None:
             raise _broken(path, f"rank_order_ids: expected {rows} ids below {vocab}, found {len(ranked)} entries")
         if not 0 <= value["num_forced"] <= rows:
             raise _broken(path, f"num_forced is {value['num_forced']} of {rows} ids")
-
-
-def _problem_of_vocabulary(vocabulary: Any) -> str | None:
-    """Tell which part of the account of a ranking, or of the one that it was made from, is of another form."""
-    if not isinstance(vocabulary, dict):
-        return "token_map: expected an object"
-    forced, counted = vocabulary.get("forced", {}), vocabulary.get("counted_ids")
-    if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
-        return "forced: expected an object whose keys are ids"
-    if counted is not None and (type(counted) is not int or counted < 0):
-        return f"counted_ids: expected a number of ids, found {counted!r:.80}"
-    sources = vocabulary.get("sources") or []
-    if not isinstance(sources, list) or not all(map(_is_source, sources)):
-        return f"sources: expected objects with name, tokens and weight, found {sources!r:.80}"
-    nested = vocabulary.get("token_map")
-    return None if nested is None else _problem_of_vocabulary(nested)
-
-
-def _is_source(source: Any) -> bool:
-    if not isinstance(source, dict) or not isinstance(source.get("name"), str) or type(source.get("tokens")) is not int:
-        return False
-    return type(source.get("weight")) in (int, float) and 0 <= source["weight"] < 1e300
 
 
 def _broken(where: Path, problem: str) -> ArtifactError:

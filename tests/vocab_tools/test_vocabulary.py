@@ -68,7 +68,10 @@ def test_what_was_saved_is_loaded(tmp_path):
 
 def test_damaged_files_are_named(tmp_path):
     changes = {"format": ["other"], "version": [9], "target_ids": [[1, 1], [2**70]], "target_vocab": [2**40]}
-    changes |= {"num_forced": [7], "provenance": [None, {"warnings": None}, {"counted_ids": "3"}, {"floors": 1}]}
+    accounts = [None, {"warnings": None}, {"warnings": [1]}, {"counted_ids": "3"}, {"counted_ids": -1}, {"floors": 1}]
+    accounts += [{"floors": {}}, {"forced": {"a": ""}}, {"forced": {"1": 1}}, {"sources": [{}]}, {"tokenizer_hash": 7}]
+    accounts += [{"token_map": "x"}, {"token_map": {"token_map": {"sources": "x"}}}]
+    changes |= {"num_forced": [7], "provenance": accounts}
     path, whole = tmp_path / "vocab.json", make().to_json()
     changed = [json.dumps({**whole, key: value}) for key, values in changes.items() for value in values]
     for content in ('{"format": ', "[" * 100_000, *changed):
