@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -281,6 +280,7 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
 
 _ADDED = ("documents", "tokens", "empty_documents", "skipped_records")
 _OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
+_NOTHING = {"files": [], "digest": "0", "held_out": {"documents": 0, "tokens": 0}, **dict.fromkeys(_ADDED, 0)}
 
 
 def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
@@ -319,7 +319,7 @@ def _settings(part: JSON) -> JSON:
 def _sum_of(a: JSON, b: JSON) -> JSON:
     added = {key: a[key] + b[key] for key in _ADDED}
     held_out = {key: a["held_out"][key] + b["held_out"][key] for key in ("documents", "tokens")}
-    files = sorted([*a["files"], *b["files"]], key=lambda file: str(file["name"]))
+    files = sorted(a["files"] + b["files"], key=lambda file: str(file["name"]))
     digest = f"{(int(a['digest'], 16) + int(b['digest'], 16)) % 2**64:016x}"
     return {**a, **added, "files": files, "digest": digest, "held_out": {**a["held_out"], **held_out}}
 
@@ -332,15 +332,18 @@ def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]])
         token_ids = tensors.get(f"held_out.{position}.token_ids")
         held_out = None if token_ids is None else HeldOut(token_ids, tensors[f"held_out.{position}.doc_offsets"])
         counts = tensors[f"counts.{position}"]
-        if not (isinstance(entry["name"], str) and isinstance(entry["provenance"], dict)):
-            raise TypeError("expected a name and an object as provenance")
+        is_named = isinstance(entry["name"], str) and isinstance(header["tokenizer_hash"], str | None)
+        if not (is_named and isinstance(entry["provenance"], dict)):
+            raise TypeError("expected a name, an object as provenance, and a text as tokenizer_hash")
+        for part in entry["provenance"].get("parts", [entry["provenance"]]):
+            if _settings(part) is not None:
+                # What cannot be added to another part is found here, where the file is known.
+                _sum_of(part, _NOTHING)
         sources.append(SourceCounts(entry["name"], entry["weight"], counts, held_out, entry["provenance"]))
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
 
 
 def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:
-    if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) > 0):
-        raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.")
     # The sum of all must be a number.
-    if float(weight) > 1e300:
-        raise error_type(f"source {name}: expected a weight of at most 1e300, found {weight!r}.")
+    if not (isinstance(weight, Real) and not weight <= 0 and weight <= 1e300):
+        raise error_type(f"source {name}: expected a weight above 0 and at most 1e300, found {weight!r:.60}.")
