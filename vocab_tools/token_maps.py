@@ -118,7 +118,7 @@ def _form_by_mask(
     """Return the form in which d2t gives the ids that t2d marks, of `ids` in either."""
     if mask.shape != (target_vocab,):
         raise VocabularyError(f"t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].")
-    if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
+    if mask.dtype.kind not in "biuO" or not np.isin(mask, (0, 1)).all():
         raise VocabularyError("t2d: expected a mask of booleans, or of 0 and 1.")
     expected = np.flatnonzero(mask)
     fitting = [name for name, values in ids.items() if np.array_equal(np.sort(values), expected)]
@@ -190,8 +190,10 @@ def _vocabulary(source: dict[str, Any], path: Path, target_vocab: int | None, d2
     warnings: list[str] = []
     if is_d2t := "d2t" in source:
         rows, t2d = whole_numbers(source["d2t"], "d2t"), source.get("t2d")
-        if target_vocab is None and t2d is not None:
-            target_vocab = len(np.asarray(t2d))
+        if t2d is not None:
+            # JSON may have anything there.
+            t2d = np.asarray(t2d, None if isinstance(t2d, np.ndarray) else object)
+            target_vocab = t2d.size if target_vocab is None else target_vocab
         # Large enough for either form; where the real range is not known, only duplicates can be found.
         limit = int(rows.max(initial=0)) + len(rows) + 1 if target_vocab is None else target_vocab
         ids = ids_from_d2t(rows, t2d, d2t_form, target_vocab=limit)
@@ -264,7 +266,7 @@ def _read_text(path: Path) -> list[int]:
     words = [word for row in rows for word in row]
     for word in words:
         if not (word.isascii() and word.isdigit() and len(word) < 20):
-            raise VocabularyError(f"{path}: expected ids, found {word[:40]!r}.")
+            raise VocabularyError(f"{path}: expected ids, found {word[:40]!r}. Leave ids alone, without a header.")
     # A header may be numbers, too: pandas names a column of a series 0.
     if len(rows) > 1 and set(map(len, rows[1:] if len(rows) > 2 else rows)) in ({2}, {3}):
         raise VocabularyError(f"{path}: {len(rows[1])} numbers a line are a table. Put the ids alone on one line.")
@@ -287,11 +289,10 @@ def _read_artifact(path: Path) -> DraftVocab:
         if not isinstance(manifest, dict) or type(manifest.get(key)) is not kind:
             raise VocabularyError(f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks.")
     provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
-    if not isinstance(provenance, dict):
-        raise VocabularyError(f"{where}: vocabulary: expected an object, found {type(provenance).__name__}.")
     with errors_of(where):
         ids = whole_numbers(manifest["rank_order_ids"], "rank_order_ids")
-        return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], checked_provenance(provenance))
+        account = checked_provenance(provenance, "vocabulary")
+        return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], account)
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:

@@ -305,6 +305,10 @@ def test_bad_files(tmp_path):
             torch.save(content, tmp_path / name)
         with pytest.raises(VocabularyError, match=name):
             import_token_map(tmp_path / name, 12)
+    for mask in (5, "abc", {}, [[1], [1, 0]], [None, 1, 1], [[1, 0, 1]]):
+        (tmp_path / "a.json").write_text(json.dumps({"d2t": [0, 1, 1], "t2d": mask}))
+        with pytest.raises(VocabularyError, match=r"a\.json: t2d"):
+            import_token_map(tmp_path / "a.json")
     torch.save(torch.tensor([0, 0, 1, 1, 0, 1]), tmp_path / "t2d.pt")
     for name, words in (("none.pt", r"none\.pt"), ("t2d.pt", "mask")):
         with pytest.raises(VocabularyError, match=words):
