@@ -184,9 +184,6 @@ def cut_text(data: bytes) -> int:
     return cut - 1 if cut > 1 and data[cut - 1] >= 0xC0 else len(data)
 
 
-# Files
-
-
 def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
     """Cut a file in the form that a suffix names into blocks, an array whole; raises what reading it raises."""
     import fsspec
@@ -205,6 +202,9 @@ def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
             yield from _record_blocks(path, shard, _fields(path, text, SEPARATORS[form]), lambda _: packed.tell())
             return
         ahead = file.read(BLOCK_BYTES)
+        if b"\0" in ahead[:4]:
+            problem = "NUL among its first bytes, as UTF-16 and UTF-32 have without a byte order mark"
+            raise CorpusError(f"{path}: not UTF-8 text: {problem}. Write it in UTF-8.")
         if not is_text and ahead.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
             try:
                 records, size = json.loads(ahead + file.read()), packed.tell()
@@ -249,6 +249,8 @@ def _fields(path: str, text: io.TextIOWrapper, separator: str) -> Iterator[dict[
     rows = filter(None, table)
     try:
         names = next(rows, [])
+        if "\0" in "".join(names):
+            raise csv.Error("a column's name holds NUL, as UTF-16 without a byte order mark does: it is not UTF-8 text")
         if len({*names}) < len(names):
             problem = f"two columns have one name, of {', '.join(names)}"
             raise CorpusError(f"{path}, line {table.line_num}: {problem}. Rename one of them.")

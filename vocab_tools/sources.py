@@ -138,9 +138,6 @@ def parse_source(spec: str) -> CorpusSource:
     return CorpusSource(location=location.strip(), name=name.strip(), **chosen)
 
 
-# Files
-
-
 @dataclass(frozen=True)
 class SourceFile:
     """One file: its path, or its address on the Hub; its name in provenance; its size in bytes where it is local."""
@@ -198,9 +195,6 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         size = regular_file(file, CorpusError).stat().st_size
         files.append(SourceFile(str(file.absolute()), file.relative_to(base).as_posix(), size))
     return tuple(files)
-
-
-# Opened
 
 
 @dataclass(frozen=True)
@@ -294,9 +288,6 @@ def _open_files(source: CorpusSource) -> OpenSource:
     return OpenSource(source, "text", "", {"column": None}, files)
 
 
-# Datasets of the Hub
-
-
 def _open_dataset(source: CorpusSource) -> OpenSource:
     import datasets
 
@@ -353,9 +344,6 @@ def hub_errors(location: str) -> Iterator[None]:
         elif isinstance(error, FileNotFoundError):
             problem += " Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`."
         raise CorpusError(f"{problem} Local files always work.") from error
-
-
-# Columns
 
 
 def _first_row(opened: OpenSource) -> dict[str, Any]:

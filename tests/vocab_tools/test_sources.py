@@ -161,6 +161,7 @@ def test_the_column_is_found_or_asked_for(tmp_path, name):
         ("a.csv", b"id;text\n1;hello\n", "a.csv, line 1: found one column 'id;text': .* by commas in .csv"),
         ("a.csv", b"text,text\nx,y\n", "a.csv, line 1: two columns have one name, of text, text. Rename one"),
         ("a.tsv", b"text\ncaf\xe9\n", "a.tsv, line 2: not UTF-8 text: invalid continuation byte. Write it in UTF-8"),
+        ("a.csv", "text\nhello\n".encode("utf-16-le"), "a.csv, line 1: a column's name holds NUL|line contains NUL"),
         ("a.csv", b"text\r\n" + b"0123456789\r\n" * 9000 + b'"x\n\xff"\n', "a.csv, line 9003: not UTF-8 text"),
         (
             "a.csv.gz",
@@ -316,6 +317,15 @@ def test_undecodable_text_is_named_by_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"first\nsecond\nthird \xe9\n" + b"x" * 5000 + b"\n\nand more\n")
     assert faults(path) == [(f"{path}, line 3", "not UTF-8 text: byte 0xe9, invalid continuation byte")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_utf_16_without_its_mark_is_not_taken_for_text(tmp_path, encoding, name):
+    data = '{"text": "Hello"}\n'.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(CorpusError, match=f"{name}: not UTF-8 text: NUL among its first bytes.* Write it in UTF-8"):
+        values(tmp_path / name)
 
 
 @pytest.mark.parametrize("setting", ["column", "split"])
