@@ -86,7 +86,8 @@ def count(sources: tuple[str, ...], out: str, force: bool, as_json: bool, **opti
     from .sources import parse_source
 
     path, corpus = refuse_existing(out, force), [parse_source(source) for source in sources]
-    loaded = named_tokenizer(*(options.pop(name) for name in ("tokenizer", "tokenizer_revision", "offline")))
+    named = {name: options.pop(name) for name in ("tokenizer", "tokenizer_revision", "offline")}
+    loaded = named_tokenizer(**named)
     given, kwargs = options.pop("chat_template"), options.pop("chat_template_kwargs")
     if given is not None or kwargs:
         template = None if given is None else read_text(given, UsageError)

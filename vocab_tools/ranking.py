@@ -257,7 +257,7 @@ class _Pool:
         """Raise UsageError unless `size` of the ids can be chosen."""
         smallest = max(1, len(self.forced))
         if not smallest <= size <= self.largest_size:
-            why = f"the {len(self.ids)} real tokens but one; `full` converts them all"
+            why = f"the {len(self.ids)} real tokens but one: with all of them nothing is cut"
             if self.trained is not None:
                 why = f"the head has rows for {self.trained} ids"
             expected = f"at least {smallest} (end of turn, chat markers and single bytes are forced)"

@@ -43,9 +43,8 @@ FLOATS = ("BF16", "F16", "F32")
 # All exponent bits set: infinity, and above it NaN.
 _INFINITY_BITS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
-WEIGHTS_PREFERENCE = [
-    f"{file}{end}" for file in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")
-]
+_SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
+WEIGHTS_PREFERENCE = (_SAFETENSORS, f"{_SAFETENSORS}.index.json", _PICKLED, f"{_PICKLED}.index.json")
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 WEIGHTS = re.compile(r"(?!training_args|optimizer|scheduler|scaler|consolidated)[^/]*\.(safetensors|bin)")
 """Names of files that an engine may read a head from: no state of a trainer, and not Mistral's copy of a model.
