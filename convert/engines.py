@@ -208,10 +208,11 @@ def _rules(head: HeadFacts, engine: str) -> Iterator[Fault]:
     elif head.kind == "eagle3":
         yield from _of_eagle3(head, engine)
         yield from _of_layer(head, engine)
-    elif engine in ("tensorrt-llm", "llama.cpp"):
-        yield "error", "it has no EAGLE-1/2 head with a reduced vocabulary", _BY_TOKEN_MAP
-    elif engine == "lmdeploy":
-        yield "error", "fc.bias raises KeyError, and a token map is not known", _BY_TOKEN_MAP
+    elif engine in ("tensorrt-llm", "llama.cpp", "lmdeploy"):
+        problem = "it takes no EAGLE-1/2 head"
+        if engine == "lmdeploy":
+            problem = "fc.bias raises KeyError, and a token map is not known"
+        yield "error", problem, _BY_TOKEN_MAP if head.draft_vocab < head.target_vocab else ""
     else:
         yield from _of_eagle1(head, engine)
         yield from _of_layer(head, engine)

@@ -146,6 +146,10 @@ def test_a_finding_names_the_alternative() -> None:
         ("… in an EAGLE-1/2 head", "vllm", "generate with eagle-generate"),
     ):
         assert any(words in str(finding) for finding in head_findings(HEADS[kind], engine))
+    # One with all rows needs no token map.
+    for engine in ("tensorrt-llm", "llama.cpp", "lmdeploy"):
+        (found,) = head_findings(replace(EAGLE1, draft_vocab=2048), engine)
+        assert found.alternative == "serve it with vLLM or eagle-generate"
 
 
 @pytest.mark.parametrize(
