@@ -60,6 +60,7 @@ class Fault:
     ignore_range: bool = False  # the whole file comes with status 200
     extra_bytes: int = 0  # so many come after the range that was asked for, and Content-Length counts them
     etag: str | None = None  # other bytes come, under this ETag
+    commit: str | None = None  # they are said to be of this commit
     shift: int = 0  # the range begins so many bytes further on, and Content-Range says so
     as_whole: bool = False  # the range comes with status 200, as if it were all of the file
     total: int | None = None  # of the file, as Content-Range names it
@@ -337,6 +338,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{fault.total or len(content)}"
         if fault.etag is not None:
             content, headers["ETag"] = content[::-1], f'"{fault.etag}"'
+        if fault.commit is not None:
+            headers["X-Repo-Commit"] = fault.commit
         if fault.as_whole:
             status = 200
             del headers["Content-Range"]

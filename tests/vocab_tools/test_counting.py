@@ -69,6 +69,9 @@ def test_held_out_documents_are_whole_and_not_counted(tmp_path):
     assert provenance["held_out"]["documents"] == kept.total()
     other = count(path, held_out=0.1, seed=1)
     assert of_documents(other) != kept
+    # A document without a token is none.
+    almost_all = count(write_jsonl(tmp_path / "b.jsonl", ["", "one", "two"]), held_out=0.999999)
+    assert almost_all.sources[0].provenance["held_out"]["documents"] == 2
 
 
 def test_which_documents_are_held_out_does_not_change():

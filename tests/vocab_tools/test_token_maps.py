@@ -62,6 +62,9 @@ def test_broken_maps():
     for d2t, t2d, form in broken:
         with pytest.raises(VocabularyError):
             ids_from_d2t(np.asarray(d2t), t2d, form, target_vocab=6)
+    # Offsets of 0, 2 and 5 that are distinct ids, too.
+    with pytest.raises(VocabularyError, match="t2d shows the offset form"):
+        ids_from_d2t([0, 1, 3], [True, False, True, False, False, True], "absolute", target_vocab=6)
 
 
 def make(ids=None, target_vocab=12):

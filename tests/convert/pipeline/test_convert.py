@@ -15,6 +15,7 @@ from eagle_slim.convert import Artifact, VocabRequest, open_head, pipeline, plan
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.errors import CheckpointError, MismatchError, OutputExistsError, SourceError
 from eagle_slim.convert.options import ConvertOptions
+from eagle_slim.convert.targets.model import open_tokenizer
 from eagle_slim.vocab_tools import TokenCounts, TokenizerError, UsageError, load_tokenizer, rank_vocabulary
 from eagle_slim.vocab_tools.sources import parse_source
 from safetensors import safe_open
@@ -299,10 +300,13 @@ def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
     heads.change_config(target, vocab_size=300)
     head = write_eagle3(tmp_path / "head", ids=ids)
     size = 290 if ids is None else int((ids < 300).sum())
-    done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    rising = token_counts(list(range(TOKENS)), None, load_tokenizer(target).tokenizer_hash)
+    request = VocabRequest(counts=(rising,))
+    done = convert(head, draft_vocab=size, vocabulary=request, target=target, out=tmp_path / "out")
     assert target_ids(written(done.folder)).max() < 300
     # An artifact that was made without the target may have such ids.
-    made = convert(head, draft_vocab=200, vocabulary=by_map(tmp_path, heads.trained_ids()), out=tmp_path / "made")
+    falling = by_map(tmp_path, heads.trained_ids()[::-1])
+    made = convert(head, draft_vocab=200, vocabulary=falling, out=tmp_path / "made")
     assert made.manifest.rank_order_ids.max() >= 300
     cut = convert(made.folder, draft_vocab=150, target=target, out=tmp_path / "cut")
     assert target_ids(written(cut.folder)).max() < 300
@@ -449,6 +453,12 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
     with pytest.raises(MismatchError, match="up to 456"):
         convert(tapped, draft_vocab=300, vocabulary=BY_ID, tokenizer=large, out=tmp_path / "o")
+    with pytest.raises(MismatchError, match="up to 339, the target's vocabulary has 2400"):
+        open_tokenizer(other, None, 2400, offline=True)
+    heads.change_config(short, vocab_size=None)
+    heads.write_tensors(short, {"lm_head.weight": heads.random((2500, heads.HIDDEN), 1)})
+    with pytest.raises(MismatchError, match=r"lm_head.weight is \[2500, 32\], .* needs \[384, 32\]"):
+        convert(head, draft_vocab=300, vocabulary=BY_ID, target=short, out=tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 
@@ -519,12 +529,14 @@ def test_nan_rows_and_tensors_are_refused(tmp_path):
 
 
 def test_sizes_that_do_not_fit(tmp_path, head, target):
+    ascending = write_eagle3(tmp_path / "mapped", ids=np.arange(10, 340))
     source = parse_source(f"chat={tmp_path / 'chats.jsonl'}")
     for arguments, words in (
         ({"draft_vocab": 100, "vocabulary": BY_ID}, r"of 100 was asked for: expected at least \d+ "),
         ({"draft_vocab": 100}, r"100.*259"),
         # Of several sizes none is written where one does not fit.
         ({"draft_vocab": [300, TOKENS], "vocabulary": BY_ID}, r"360.*360"),
+        ({"draft_vocab": 300, "vocabulary": VocabRequest(token_map=ascending)}, "does not tell which matter most"),
         ({"draft_vocab": 300, "coverage": 0.9}, "not both"),
         ({"draft_vocab": 300, "offline": True}, "--offline"),
         ({"coverage": 0.9, "vocabulary": BY_ID}, "--coverage"),

@@ -5,8 +5,18 @@ from importlib import metadata
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import Artifact, SourceError, atomic, embedded_head, embedded_target_folder, verify_artifact
+from eagle_slim.convert import (
+    Artifact,
+    SourceError,
+    VocabRequest,
+    atomic,
+    embedded_head,
+    embedded_target_folder,
+    plan_conversion,
+    verify_artifact,
+)
 from eagle_slim.convert.errors import OutputError
+from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.convert.sources import builtin
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_counts_with_held_out, load_embedded_counts
 from eagle_slim.convert.targets.model import open_target, open_tokenizer
@@ -122,6 +132,13 @@ def test_coverage_is_of_text_that_made_no_ranking(slim, target):
     assert entry["part"] == "held-out"
     assert entry["interval"][0] < entry["covered"] < entry["interval"][1]
     assert entry["covered"] > max(0.99, entry["first_ids_instead"])
+
+
+def test_floors_of_the_built_in_counts_are_measured_on_text_that_made_no_ranking():
+    given = ConvertOptions(draft_vocab=4096, vocabulary=VocabRequest(floors={"self-chat": 0.9}))
+    (plan,) = plan_conversion(None, given)
+    (floor,) = plan.manifest.vocabulary["floors"]["held"]
+    assert (floor["measured_on"], floor["reached"]) == ("held-out", pytest.approx(0.9057, abs=5e-5))
 
 
 @pytest.mark.parametrize("offline", [True, False])

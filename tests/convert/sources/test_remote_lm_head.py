@@ -144,7 +144,9 @@ def test_servers_that_do_not_serve_ranges(hub, home, fault):
 
 
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
-@pytest.mark.parametrize("fault", [Fault(etag="other"), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)])
+@pytest.mark.parametrize(
+    "fault", [Fault(etag="other"), Fault(commit="0" * 40), Fault(shift=128), Fault(as_whole=True), Fault(total=10**9)]
+)
 def test_bytes_of_another_content_are_asked_for_once_more(hub, home, monkeypatch, fault, times):
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, replace(fault, times=times)))
     with nullcontext() if times else pytest.raises(SourceError, match="hf download"):

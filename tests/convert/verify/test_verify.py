@@ -133,10 +133,17 @@ def test_weights_that_an_engine_may_read_instead(slim, made, name):
     assert (found.status, name in found.detail) == ("failed", True)
 
 
+def swap_last_rank(manifest):
+    """Put an id into the ranks that is not in the map, in the place of the last."""
+    ranks = manifest["rank_order_ids"]
+    ranks[-1] = next(token_id for token_id in range(VOCAB) if token_id not in ranks)
+
+
 def test_manifest_faults(slim, made):
     whole = (slim / "eagle_slim.json").read_bytes()
     for change, failing in (
         (lambda manifest: manifest["rank_order_ids"].reverse(), ["ranks", "freq_N.pt"]),
+        (swap_last_rank, ["ranks", "freq_N.pt"]),
         (lambda manifest: manifest.update(rank_order_ids=None), ["manifest"]),
         (lambda manifest: manifest["target"].update(num_hidden_layers=9), ["target"]),
         (lambda manifest: manifest["files"].pop("config.json"), ["file checksums"]),
