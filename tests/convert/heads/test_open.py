@@ -279,6 +279,8 @@ TIED = eagle3_tensors(rows=None, embedding=True)
         ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, ["surprise"]),
         ({"extra": {"lm_head.weight_scale": ones(1)}}, UnsupportedHeadError, ["weight_scale", "a quantised head"]),
         ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, ["fc.bias"]),
+        # Of bfloat16's two bytes the lower one is 0.
+        ({"extra": {"fc.bias": 2 * ones(HIDDEN)}}, UnsupportedHeadError, ["fc.bias"]),
         ({"extra": {f"{ATTENTION}.q_norm.weight": ones(8)}}, CheckpointError, [f"{ATTENTION}.k_norm.weight"]),
         ({"extra": {"layers.0.hidden_norm.weight": ones(HIDDEN)}}, CheckpointError, ["midlayer.hidden_norm.weight"]),
         ({"vocab_size": VOCAB + 1}, MismatchError, ["vocab_size", "385"]),
@@ -306,7 +308,13 @@ TIED = eagle3_tensors(rows=None, embedding=True)
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),
         ({"layer_types": ["sliding_attention"]}, MismatchError, ["sliding_window"]),
         ({**WINDOWED, "use_sliding_window": False}, MismatchError, ["use_sliding_window"]),
+        ({"max_position_embeddings": 2**31}, MismatchError, ["max_position_embeddings", "below 2^31"]),
         ({"fc_norm": True}, MismatchError, ["fc_norm", "true"]),
+        (
+            {"tensors": TAP_NORMS, "drop": "fc_norm.1.weight", "ids": None},
+            MismatchError,
+            ["expected fc_norm.0 to fc_norm.2"],
+        ),
         ({"extra": Q_BIAS}, MismatchError, ["attention_bias", *Q_BIAS]),
         ({"extra": Q_BIAS, "attention_bias": None}, MismatchError, [*Q_BIAS]),
         ({"d2t": None}, MismatchError, ["d2t"]),
@@ -326,7 +334,7 @@ def test_refused(tmp_path, arguments, error, words):
     arguments = {"ids": trained_ids(), **arguments}
     dropped, dtype, scalar = (arguments.pop(name, None) for name in ("drop", "stored", "scalar"))
     if dropped or dtype or scalar:
-        tensors = eagle3_tensors(rows=200)
+        tensors = dict(arguments.get("tensors", eagle3_tensors(rows=200)))
         tensors.pop(dropped, None)
         tensors |= {scalar: torch.zeros((), dtype=torch.bfloat16)} if scalar else {}
         arguments["tensors"] = tensors | ({"fc.weight": tensors["fc.weight"].to(dtype)} if dtype else {})

@@ -224,6 +224,14 @@ def test_options_of_a_head_are_carried_with_what_lets_engines_read_them(tmp_path
     assert ("vllm serve" in card, "sglang.launch_server" in card) == (True, False)
 
 
+def test_a_bias_of_nothing_is_left_out_of_an_eagle3_head(tmp_path):
+    zeros = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+    zeros[3] = -0.0
+    done = audited(tmp_path, write_eagle3(tmp_path / "head", extra={"fc.bias": zeros}))
+    assert "fc.bias" not in written(done.folder)
+    assert "all zero" in done.manifest.dropped["fc.bias"]
+
+
 def test_norms_over_the_taps_are_carried(tmp_path):
     tensors = eagle3_tensors(rows=VOCAB, fc_norms=True, input_norm=True)
     config = {"fc_norm": True, "norm_before_fc": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}

@@ -111,7 +111,8 @@ def test_faults_of_the_configuration(slim, made, changes, failing):
 def test_tampered_bytes_are_found_by_checksum(slim, made):
     path = slim / "model.safetensors"
     flip_bit(path, -1)
-    (slim / "config.json").write_text((slim / "config.json").read_text() + " ")
+    # As long as it was.
+    (slim / "config.json").write_text((slim / "config.json").read_text().removesuffix("\n") + " ")
     # The model card may be edited.
     (slim / "README.md").write_text("another")
     result = verify(slim, made)
@@ -147,6 +148,7 @@ def test_manifest_faults(slim, made):
         (lambda manifest: manifest.update(rank_order_ids=None), ["manifest"]),
         (lambda manifest: manifest["target"].update(num_hidden_layers=9), ["target"]),
         (lambda manifest: manifest["files"].pop("config.json"), ["file checksums"]),
+        (lambda manifest: manifest["files"]["model.safetensors"].update(size_bytes=1), ["tensor checksums"]),
         (lambda manifest: manifest["files"].pop("freq_320.pt"), ["file checksums"]),
     ):
         change_manifest(slim, change)
@@ -316,6 +318,7 @@ def test_manifests_that_cannot_be_loaded(slim, path, value, named):
     [
         ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
         ("rank_order_ids", [*range(64, 384)], "name different ids"),
+        ("rank_order_ids", [*range(319), 0], "holds an id twice"),
     ],
 )
 def test_manifests_that_do_not_fit_the_files(slim, name, value, named):
