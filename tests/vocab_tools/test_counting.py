@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools import CorpusSource, count_tokens, encoding, merge_counts, records
 from eagle_slim.vocab_tools.errors import CorpusError, EagleSlimError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.workers import draws
 from support.programs import need_processes
 from support.tokenizers import WORDS, llama3_like, smollm2
+from tokenizers import Tokenizer, models
 
 
 def write_jsonl(path, texts):
@@ -148,6 +150,10 @@ def test_the_seed_draws_samples(tmp_path):
         counts = count(CorpusSource(str(path), sample=0.2), seed=seed, held_out=0)
         return int(counts.sources[0].provenance["documents"])
 
+    # Another draw than that of what is held out.
+    half = count(CorpusSource(str(path), sample=0.5), held_out=0.5).sources[0].provenance
+    assert min(half["documents"], half["held_out"]["documents"]) > 200
+
     drawn = [sampled(seed) for seed in (0, 0, 1, 2, 3)]
     assert abs(drawn[0] - 200) < 4 * 12.7
     assert drawn[0] == drawn[1]
@@ -240,6 +246,21 @@ def test_workers_end_with_the_process_that_started_them(tmp_path, by):
         # Workers hold its output open, too: this ends with the last of them.
         process.communicate(timeout=1800)
         assert process.returncode != 0
+
+
+def test_a_token_that_ends_the_prompt_and_begins_the_answer_is_not_counted(tmp_path):
+    tokens = ["a", "b", "c", "d", "bc", "abc", "<s>", "</s>"]
+    backend = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [("b", "c"), ("a", "bc")]))
+    backend.add_special_tokens(["<s>", "</s>"])
+    template = (
+        "{% for m in messages %}<s>ab{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>ab{% endif %}"
+    )
+    tokenizer = LoadedTokenizer(backend, "tiny", chat_templates={"default": template})
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "cdd"}]}))
+    # The prompt alone is three tokens, "<s>", "a" and "b", and two before the answer.
+    assert backend.encode("<s>abcdd</s>").ids == [6, 5, 3, 3, 7]
+    counts = count_tokens([CorpusSource(str(tmp_path / "a.jsonl"))], tokenizer, workers=0, held_out=0)
+    assert {tokens[at]: number for at, number in enumerate(counts.sources[0].counts) if number} == {"d": 2, "</s>": 1}
 
 
 def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path):

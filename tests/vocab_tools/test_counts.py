@@ -57,6 +57,7 @@ def test_bad_counts_are_refused():
         (lambda: TokenCounts((), None), "at least one source"),
         (lambda: TokenCounts((source([1]), source([1])), None), "more than once: text"),
         (lambda: HeldOut(np.zeros(2, np.int32), np.array([0, 3], np.int64)), "expected to rise from 0 to 2"),
+        (lambda: HeldOut(np.zeros(2, np.int32), np.array([0, 2, 1, 2], np.int64)), "expected to rise from 0 to 2"),
     ):
         with pytest.raises(VocabularyError, match=words):
             make()
@@ -102,6 +103,20 @@ def test_files_that_are_no_counts_are_refused(tmp_path):
 ACCOUNT = {"files": [{"name": "a.jsonl"}], "digest": "0a", "held_out": {"documents": 0, "tokens": 0, "share": 0.01}}
 ACCOUNT |= dict.fromkeys(("documents", "tokens", "empty_documents", "skipped_records"), 1)
 NO_ACCOUNTS = ({"files": None}, {"files": [{}]}, {"digest": None}, {"digest": "x"}, {"held_out": {}}, {"tokens": "9"})
+
+
+def test_parts_that_were_counted_otherwise_are_listed():
+    for share, num_documents in ((0.01, 2), (0.5, None)):
+        other = ACCOUNT | {
+            "files": [{"name": "b.jsonl"}],
+            "digest": "0b",
+            "held_out": ACCOUNT["held_out"] | {"share": share},
+        }
+        parts = [TokenCounts((replace(source([4, 5]), provenance=each),), None) for each in (ACCOUNT, other)]
+        (merged,) = merge_counts(parts).sources
+        assert merged.counts.tolist() == [8, 10]
+        assert merged.provenance.get("documents") == num_documents
+        assert (num_documents is None) == ("parts" in merged.provenance)
 
 
 @pytest.mark.parametrize("change", NO_ACCOUNTS)

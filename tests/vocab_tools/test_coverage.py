@@ -76,8 +76,8 @@ def test_the_baseline_is_of_forced_ids_and_of_ids_that_could_be_chosen() -> None
     ranked, counts = vocab([4, 3], target_vocab=5), token_counts([9, 9, 1, 1, 1], [[0, 0, 1, 3]])
     report = measure_coverage(ranked, counts, [1, 2], candidates=np.array([3, 4]))
     assert report.sources[0].baseline.tolist() == [0.25, 0.25]
-    forced = measure_coverage(vocab([9, 5], forced=1), token_counts([1] * 10, [[9, 0, 1]]))
-    assert forced.sources[0].baseline[-1] == pytest.approx(2 / 3)
+    forced = measure_coverage(vocab([9, 5], forced=1), token_counts([1] * 10, [[9, 0, 9, 1]]))
+    assert forced.sources[0].baseline[-1] == pytest.approx(3 / 4)
 
 
 def test_counted_text_is_named_as_such() -> None:

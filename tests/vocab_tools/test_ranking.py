@@ -103,6 +103,10 @@ def test_coverage_finds_the_smallest_size_on_the_held_out_part():
     assert any("nothing was held out" in warning for warning in found.warnings)
     held_out = rank_vocabulary(token_counts([80, 10, 6, 4, 0], [[0] * 9 + [1]]), coverage=0.9, forced=[])
     assert not any("nothing was held out" in warning for warning in held_out.warnings)
+    # Nor is a part of the sources measured on another text than the others.
+    both = TokenCounts((source([80, 10, 6, 4, 0], [[0] * 9 + [1]], name="a"), source([1] * 5, name="b")), None)
+    found = rank_vocabulary(both, coverage=0.5, forced=[])
+    assert found.provenance["size_from_coverage"]["measured_on"] == "counted"
 
 
 def test_ids_that_were_never_counted_are_known_and_warned_about():

@@ -264,6 +264,10 @@ def test_a_head_with_a_map_is_read_in_place(tmp_path):
     save_file({"weight": np.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(VocabularyError, match="neither d2t nor t2d"):
         import_token_map(tmp_path)
+    maps = {"d2t": np.zeros(2, np.int64), "a.t2d": np.ones(2, np.bool_), "b.t2d": np.ones(2, np.bool_)}
+    save_file(maps, tmp_path / "model.safetensors")
+    with pytest.raises(VocabularyError, match=r"at most one t2d, found 'd2t', 'a\.t2d', 'b\.t2d'"):
+        import_token_map(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(VocabularyError, match=r"without model.safetensors"):
         import_token_map(tmp_path)

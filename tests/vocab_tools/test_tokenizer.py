@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools import TokenizerError, UsageError, forced_ids
-from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, bytes_of_symbols, load_tokenizer
 from support.raising import raises
 from support.small_tokenizers import CHATML, byte_level_bpe, with_reserved, write_folder
 from support.tokenizers import smollm2
@@ -70,6 +70,11 @@ def test_bytes_of_tokens(tmp_path):
     assert loaded.token_bytes(1) == b"<|im_start|>"
     text = "Fuchs über 你\n"
     assert b"".join(loaded.token_bytes(i) for i in loaded.backend.encode(text).ids) == text.encode()
+    # An added token is no text in the byte alphabet, where é stands for the byte 0xE9; nor is an HTML tag an end.
+    loaded.backend.add_tokens(["née", "</s>"])
+    added = LoadedTokenizer(loaded.backend, "added")
+    assert added.token_bytes(added.vocab["née"]) == "née".encode()
+    assert added.vocab["</s>"] not in forced_ids(added).ids
 
 
 def test_forced_ids_of_a_chat_model(tmp_path):
