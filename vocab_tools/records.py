@@ -270,9 +270,6 @@ def _fields(path: str, text: io.TextIOWrapper, separator: str) -> Iterator[dict[
         raise CorpusError(f"{path}, line {line}: not UTF-8 text: {error.reason}. Write it in UTF-8.") from error
 
 
-# Tables: Parquet files, and what `datasets` streams
-
-
 def rows_blocks(
     tables: Iterator[pa.Table | pa.RecordBatch], column: str, shard: int, where: str, bytes_per_row: float = 0.0
 ) -> Iterator[RowsBlock]:

@@ -199,8 +199,6 @@ class BlockCounter:
         return ChatRenderer(self._plan.chat)
 
 
-# Where blocks are counted
-
 Counted = tuple[Block, Tally]
 Count = Callable[[int, OpenSource], Iterator[Counted]]
 """Counts a source, given with its place in the plan: each block with its tally, in the order of the source."""
