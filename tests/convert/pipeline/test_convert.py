@@ -188,7 +188,15 @@ def test_full_writes_no_map(tmp_path):
     assert config_of(done.folder)["draft_vocab_size"] == VOCAB
     assert Artifact.load(done.folder).manifest.rank_order_ids is None
     assert not list(done.folder.glob("freq*"))
+    assert "normalised to the layout that engines share" in (done.folder / "README.md").read_text()
     assert verify_artifact(done.folder, head=head).ok
+
+
+def test_bytes_of_a_step_are_those_of_the_rows_as_stored(tmp_path, target):
+    single = {"lm_head.weight": random((VOCAB, HIDDEN), 7, torch.float32)}
+    head = write_eagle3(tmp_path / "head", tensors=eagle3_tensors(rows=VOCAB) | single)
+    done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert done.bytes_before - done.bytes_after == (VOCAB - 300) * HIDDEN * 4
 
 
 ATTENTION = "midlayer.self_attn"
@@ -572,6 +580,11 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     assert "ranking: order of the token ids" in (alone.folder / "README.md").read_text()
     assert alone.manifest.tokenizer["hash"] == direct.manifest.tokenizer["hash"]
     assert not any("tokenizer" in warning for warning in alone.manifest.warnings)
+    assert pipeline.NOT_COMPARED not in alone.manifest.warnings
+    apart = convert(head, draft_vocab=320, vocabulary=by_map(tmp_path, range(340)), out=tmp_path / "apart")
+    again = convert(apart.folder, draft_vocab=280, out=tmp_path / "again")
+    assert pipeline.NOT_COMPARED in apart.manifest.warnings
+    assert pipeline.NOT_COMPARED in again.manifest.warnings
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with pytest.raises(UsageError, match=r"200.*259"):
         convert(first.folder, draft_vocab=200, out=tmp_path / "less")
@@ -693,9 +706,13 @@ def test_defaults_are_named(tmp_path, head, target, monkeypatch):
     assert done.manifest.coverage is None
 
 
-def test_target_named_by_the_head(tmp_path):
+def test_target_named_by_the_head(tmp_path, target):
     from eagle_slim.convert.targets.model import choose_target
 
+    # A folder may well be the repository that the head names.
+    head = write_eagle3(tmp_path / "named", spelling="speculators")
+    done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert not any("was given" in warning for warning in done.manifest.warnings)
     opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
     choice = choose_target(opened)
     assert (choice.name, choice.reason) == ("org/target", "named in the head's config.json")

@@ -139,6 +139,9 @@ def test_floors_of_the_built_in_counts_are_measured_on_text_that_made_no_ranking
     (plan,) = plan_conversion(None, given)
     (floor,) = plan.manifest.vocabulary["floors"]["held"]
     assert (floor["measured_on"], floor["reached"]) == ("held-out", pytest.approx(0.9057, abs=5e-5))
+    (plan,) = plan_conversion(None, ConvertOptions(coverage=0.9))
+    sized = plan.manifest.vocabulary["size_from_coverage"]
+    assert (sized["measured_on"], sized["reached"] >= 0.9) == ("held-out", True)
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -164,5 +167,9 @@ def test_a_hub_that_has_the_repository_of_the_built_in_target_gives_it(tmp_path)
         hub.add_model(EMBEDDED_TARGET_REPO, {"config.json": '{"hidden_size": 7}', "model.safetensors": b""})
         with connected(hub, tmp_path / "home"):
             found = open_target(EMBEDDED_TARGET_REPO, None, False)
+        # One that refuses is not out of reach.
+        hub.repos["model", EMBEDDED_TARGET_REPO].gated = True
+        with connected(hub, tmp_path / "other"), pytest.raises(SourceError, match="a gated repository"):
+            open_target(EMBEDDED_TARGET_REPO, None, False)
     assert (found.config, found.provenance["repo_id"]) == ({"hidden_size": 7}, EMBEDDED_TARGET_REPO)
     assert "wheel" not in found.provenance
