@@ -19,6 +19,7 @@ _FOR_HELP = "Write the class name for this engine alone (sglang: EAGLE-1/2, lmde
 _TAPS_HELP = "Target layers whose inputs the head reads, if its files are wrong."
 
 
+@partial(common.read_by, example="32000, 8192,16384 or full")
 def _sizes(given: tuple[str, ...]) -> tuple[int | str, ...] | None:
     """Read `32000`, `8192,16384,32000`, or `full`, once or several times."""
     parts = [part.strip() for value in given for part in value.split(",")]
@@ -41,9 +42,7 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option(
-    "--draft-vocab", multiple=True, callback=common.read_by(_sizes, "32000, 8192,16384 or full"), help=_SIZES_HELP
-)
+@click.option("--draft-vocab", multiple=True, callback=_sizes, metavar="N,N,...", help=_SIZES_HELP)
 @click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")

@@ -27,7 +27,7 @@ _TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response"
 # Templates read the first names; datasets and APIs have the others, too.
 TEMPLATE_REASONING = ("reasoning_content", "thinking", "reasoning")
 _REASONING = (*TEMPLATE_REASONING, "thought", "thoughts", "reasoning_text", "reasoning_details", "thinking_blocks")
-_CHANNELS = {"reasoning": "analysis", "function_call": "commentary", "message": "final"}
+_ITEMS = {"reasoning": "analysis", "function_call": "commentary"}  # of OpenAI's Responses API: the channel
 _ARGUMENTS = ("arguments", "input", "args", "parameters")
 # Parts of the first messages, which may hold tools alone.
 _OF_HARMONY = ("system_content", "developer_content")
@@ -47,7 +47,8 @@ def messages_in_text(text: str) -> list[Any] | None:
     """Return the messages that a text holds as JSON, which is how string columns store them; None for other text."""
     value = json_value(text) if text.lstrip().startswith("[") else None
     first = value[0] if isinstance(value, list) and value else None
-    return value if isinstance(first, dict) and ("role" in first or "from" in first) else None
+    is_message = isinstance(first, dict) and ("role" in first or "from" in first or first.get("type") in [*_ITEMS])
+    return value if is_message else None
 
 
 def json_value(text: Any, otherwise: Any = None) -> Any:
@@ -93,11 +94,13 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
         role, content = _ROLES.get(str(speaker).lower()), rest.pop("value", None)
         if role is None:
             raise ChatError(f"{where}: unknown speaker {speaker!r}; known are {', '.join(_ROLES)}")
-    # Items of OpenAI's Responses API say what messages on harmony's channels do.
     kind = str(rest.get("type"))
-    if role == ("assistant" if kind == "message" else None) and (channel := _CHANNELS.get(kind)):
-        content = content if role else words_of([rest.pop("summary", None), content]) or rest.pop("arguments", "")
-        role, rest["channel"], rest["recipient"] = "assistant", channel, rest.pop("name", "all")
+    if role == "assistant" and kind == "message":
+        rest.setdefault("channel", "final")
+    elif role is None and kind in _ITEMS:
+        role, rest["channel"], rest["recipient"] = "assistant", _ITEMS[kind], rest.pop("name", "all")
+        content = words_of([rest.pop("summary", None), content]) or rest.pop("arguments", "")
+        content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     elif role is None and kind.endswith("call_output"):
         role, content = "tool", rest.pop("output", None)
     if not isinstance(role, str):
@@ -131,7 +134,7 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
 def _by_turn(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join an assistant's messages on harmony's channels: thoughts and preambles to the answer or call behind them."""
     turns: list[dict[str, Any]] = []
-    is_open = False
+    is_open = was_call = False
     for message in messages:
         channel, recipient = message.get("channel"), message.get("recipient") or "all"
         is_on_channel = message["role"] == "assistant" and channel in ("analysis", "commentary", "final")
@@ -140,14 +143,16 @@ def _by_turn(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             text = content_text(message)
             call = {"name": str(recipient).removeprefix("functions."), "arguments": text}
             said = {"reasoning_content": text} if channel == "analysis" else {}
-            message = {**message, "content": None, **({_CALL: call} if is_call else said or {"content": text})}
-            before = turns.pop() if is_open else {}
+            # Calls next to each other are one turn's, whose results follow in their order.
+            before = turns.pop() if is_open or (is_call and was_call) else {}
+            made = {_CALL: [*before.get(_CALL, ()), call]}
+            message = {**message, "content": None, **(made if is_call else said or {"content": text})}
             for key in ("content", "reasoning_content"):
                 if texts := [each[key] for each in (before, message) if each.get(key)]:
                     message[key] = "\n".join(texts)
             message = {**before, **message}
         turns.append(message)
-        is_open = is_on_channel and not is_call and channel != "final"
+        is_open, was_call = is_on_channel and not is_call and channel != "final", is_call
     return turns
 
 

@@ -203,8 +203,7 @@ def file_blocks(path: str, shard: int, form: str) -> Iterator[Block]:
             return
         ahead = file.read(BLOCK_BYTES)
         if b"\0" in ahead[:4]:
-            problem = "NUL among its first bytes, as UTF-16 and UTF-32 have without a byte order mark"
-            raise CorpusError(f"{path}: not UTF-8 text: {problem}. Write it in UTF-8.")
+            raise CorpusError(f"{path}: not UTF-8 text: NUL among its first bytes, as in UTF-16. Write it in UTF-8.")
         if not is_text and ahead.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
             try:
                 records, size = json.loads(ahead + file.read()), packed.tell()

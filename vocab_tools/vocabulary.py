@@ -217,14 +217,14 @@ def checked_provenance(value: Any, where: str = "provenance") -> Provenance:
             raise VocabularyError(f"{where}: {key}: expected {kind.__name__}, found {found!r:.60}.")
     reasons, floors = value.get("forced", {}), value.get("floors", {"size": 0})
     sound = {
-        "warnings: expected texts": all(isinstance(text, str) for text in value.get("warnings", ())),
-        "forced: expected texts by ids": all(key.isdecimal() and isinstance(reasons[key], str) for key in reasons),
-        "floors: expected a size": type(floors.get("size")) is int,
-        "sources: expected name, tokens and weight": all(map(_is_source, value.get("sources", ()))),
-        "counted_ids: expected a number of ids": value.get("counted_ids", 0) >= 0,
+        ("warnings", "texts"): all(isinstance(text, str) for text in value.get("warnings", ())),
+        ("forced", "texts by ids"): all(key.isdecimal() and isinstance(reasons[key], str) for key in reasons),
+        ("floors", "a size"): type(floors.get("size")) is int,
+        ("sources", "name, tokens and weight"): all(map(_is_source, value.get("sources", ()))),
+        ("counted_ids", "a number of ids"): value.get("counted_ids", 0) >= 0,
     }
-    if problems := [problem for problem, holds in sound.items() if not holds]:
-        raise VocabularyError(f"{where}: {problems[0]}.")
+    for key, expected in (each for each, holds in sound.items() if not holds):
+        raise VocabularyError(f"{where}: {key}: expected {expected}, found {value[key]!r:.60}.")
     if "token_map" in value:
         checked_provenance(value["token_map"], f"{where}: token_map")
     return cast("Provenance", value)

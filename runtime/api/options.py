@@ -90,7 +90,7 @@ def read_call(
         eos = frozenset()
     target_pads = (getattr(config, "pad_token_id", None) for config in configs)
     pads = _read_ids("pad_token_id", options.get("pad_token_id"), *target_pads)
-    padding = (pads[0], pads[0] in (eos or target_ends)) if pads else None
+    padding = (pads[0], pads[0] in (*eos, *target_ends)) if pads else None
     prompts = read_prompts(input_ids, given["attention_mask"], padding, tokenizer)
     seeds = _read_seeds(given["seed"], len(prompts))
     sampling = read_sampling(options, fields, given["seed"] if seeds is None else seeds[0])

@@ -157,7 +157,8 @@ def _mask_by_id(ids: Any, pad: int, is_end: bool) -> list[list[bool]] | None:
     """Return where padding is not; None where its id ends sequences. Raises `UsageError` where text may be padding."""
     kept = (ids != pad).tolist()
     before, behind = ([[*row[::way], True].index(True) for row in kept] for way in (1, -1))
-    is_padded = len({*before}) > 1 or (len({*behind}) > 1 and max(behind) > 1)
+    # A single end behind some may be text.
+    is_padded = len({*before}) > 1 or max([0, *before, *behind]) > 1
     inner = (row[first : len(row) - last] for row, first, last in zip(kept, before, behind, strict=True))
     if is_padded if is_end else any(False in row for row in inner):
         problem = "ends sequences and begins or ends some prompts" if is_end else "also stands within a prompt"

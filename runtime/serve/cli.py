@@ -48,7 +48,7 @@ def serve(host: str, port: int, max_model_len: int, **options: Any) -> None:
     """
     names = ("names", "api_keys", "max_waiting", "origins", "slots", "grace_s")
     serving = {name: options.pop(name) for name in names}
-    if "" in (serving["api_keys"] or (os.environ.get("EAGLE_SLIM_API_KEY"),)):
+    if not all(map(str.strip, serving["api_keys"] or (os.environ.get("EAGLE_SLIM_API_KEY", "none"),))):
         raise UsageError("--api-key (or EAGLE_SLIM_API_KEY) is empty, which every call would match. Give one, or none.")
 
     def ready(about: str) -> None:

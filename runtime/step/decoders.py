@@ -276,9 +276,9 @@ def match_slots(
         for index, prompt in enumerate(prompts)
         for slot in free
     }
-    # An empty slot is better, so that both can be continued, than one with less than 3/4 of the shorter text in common.
+    # An empty slot, so that both texts can be continued, is better than one that gives less than 3/4 of the shorter.
     sizes = {(index, slot): min(len(prompts[index]), len(kept[slot].tokens)) for index, slot in shared}
-    for index, slot in sorted(shared, key=lambda pair: (3 * sizes[pair] - 4 * shared[pair], *pair)):
+    for index, slot in sorted(shared, key=lambda pair: (4 * shared[pair] < 3 * sizes[pair], -shared[pair], *pair)):
         if index not in matches and all(slot != taken for taken, _ in matches.values()):
             matches[index] = (slot, shared[index, slot])
     return [matches[index] for index in range(len(prompts))]

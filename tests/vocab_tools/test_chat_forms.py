@@ -4,11 +4,12 @@ Answers are Greek, so that no template has their letters: κ is thought, ω said
 What is expected is the text whose tokens count; "+" begins words that are counted by themselves.
 """
 
+import json
 from typing import Any
 
 import pytest
 from eagle_slim.vocab_tools.chats import ChatRenderer, ChatSpec
-from eagle_slim.vocab_tools.messages import normalise_messages
+from eagle_slim.vocab_tools.messages import content_text, normalise_messages
 
 Messages = list[dict[str, Any]]
 
@@ -90,6 +91,21 @@ def test_items_of_the_responses_api_are_turns() -> None:
     assert turns == [("user", "zz"), ("assistant", None), ("tool", "zzz"), ("assistant", "ωω")]
     raw = [*items[:2], {**thought, "summary": [], "content": [{"type": "reasoning_text", "text": "κκ"}]}, said]
     assert counted(CHATML, CHATML_TOKENS, raw) == [*SAID, "+κκ\nκκ"]
+    # As a table stores them; an assistant's name is no call's.
+    assert normalise_messages(json.dumps(items[1:])) == normalise_messages(items[1:])
+    (named,) = normalise_messages([{**said, "name": "agent"}])
+    assert (content_text(named), "tool_calls" in named) == ("ωω", False)
+
+
+def test_calls_of_the_responses_api_side_by_side_have_their_own_results() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "λ", "arguments": {"v": 1}}
+    results = [{"type": "function_call_output", "call_id": each, "output": each} for each in "cd"]
+    turn, *tools = normalise_messages([call, {**call, "call_id": "d", "name": "ν"}, *results])
+    calls = [(each["id"], each["function"]["name"], each["function"]["arguments"]) for each in turn["tool_calls"]]
+    assert [name for _, name, _ in calls] == ["λ", "ν"]
+    assert json.loads(calls[0][2]) == {"v": 1}
+    found = [(each["tool_call_id"], each["name"], each["content"]) for each in tools]
+    assert found == [(calls[0][0], "λ", "c"), (calls[1][0], "ν", "d")]
 
 
 LLAMA = chat(

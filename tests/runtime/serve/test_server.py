@@ -363,11 +363,13 @@ def test_a_signal_ends_a_server_that_loads(
         server.communicate()
 
 
-@pytest.mark.parametrize("args", [["--api-key", ""], []])
+@pytest.mark.parametrize(
+    ("args", "given"), [(["--api-key", ""], "good"), (["--api-key", " "], ""), ([], ""), ([], " \n")]
+)
 def test_an_empty_key_is_refused(
-    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: list[str], given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("EAGLE_SLIM_API_KEY", "")
+    monkeypatch.setenv("EAGLE_SLIM_API_KEY", given)
     with pytest.raises(SystemExit) as ended:
         main(args)
     assert (ended.value.code, "is empty, which every call would match" in capsys.readouterr().err) == (2, True)

@@ -183,6 +183,9 @@ def test_what_slots_hold():
     assert match_slots(["sys, how are you? fine!"], chats, [0, 1], is_drafted=False) == [(0, 20)]
     assert match_slots(["sys, how are you?"], chats, [0, 1], is_drafted=False) == [(0, 16)]  # once more
     assert match_slots(["sys, who?"], chats[:1], [0], is_drafted=False) == [(0, 4)]
+    # Where none is empty, the one that gives most.
+    both = KeptRows(tuple("sys, " + 20 * "x")), KeptRows(tuple("sy, a"))
+    assert match_slots(["sys, " + 20 * "y"], both, [0, 1], is_drafted=False) == [(0, 4)]
 
 
 @pytest.mark.parametrize("backend", ["fused", "transformers"])

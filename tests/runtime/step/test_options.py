@@ -162,22 +162,25 @@ def test_padding_ids(model):
 def test_an_id_that_may_be_padding_or_text_is_told_apart_by_a_mask(model):
     options: dict[str, Any] = {"pad_token_id": 2, "eos_token_id": 2, "max_new_tokens": 2}
     wanted = model.generate([[3, 4], [5, 6, 7]], **options).token_ids
-    for rows in ([[2, 3, 4], [5, 6, 7]], [[3, 4, 2, 2], [5, 6, 7, 8]]):
+    # It ends turns of the model's chats whatever ends this call.
+    for end, rows in itertools.product((2, 9), ([[2, 3, 4], [5, 6, 7]], [[3, 4, 2, 2], [5, 6, 7, 8]], [[3, 4, 2, 2]])):
         with raises(
             UsageError, "pad_token_id 2 ends sequences and begins or ends some prompts. Give an attention_mask"
         ):
-            model.generate(torch.tensor(rows), **options)
+            model.generate(torch.tensor(rows), **options | {"eos_token_id": end})
     padded = torch.tensor([[2, 3, 4], [5, 6, 7]])
     assert model.generate(padded, attention_mask=padded != 2, **options).token_ids == wanted
-    other = {**options, "eos_token_id": 9}
-    assert model.generate(padded, **other).token_ids == model.generate([[3, 4], [5, 6, 7]], **other).token_ids
-    # In the middle of a chat it is the end of a turn, which would silently be left out.
-    turns = torch.tensor([[3, 2, 4], [2, 2, 7]])
-    with raises(UsageError, "pad_token_id 2 also stands within a prompt. Give an attention_mask"):
-        model.generate(turns, **other)
-    output = model.generate(turns, attention_mask=torch.ones_like(turns), **other)
-    assert output.token_ids == model.generate(turns.tolist(), **other).token_ids
-    assert model.generate(turns[:1], **options).token_ids == model.generate([[3, 2, 4]], **options).token_ids
+    for rows in ([[3, 2, 4], [5, 6, 2]], [[3, 4, 2]], [[2, 3, 4]]):
+        for own in (options, {**options, "eos_token_id": 9}):
+            assert model.generate(torch.tensor(rows), **own).token_ids == model.generate(rows, **own).token_ids
+    # An id that ends nothing pads; within a prompt it may be text.
+    other = {**options, "pad_token_id": 8}
+    assert model.generate(torch.tensor([[8, 3, 4], [5, 6, 7]]), **other).token_ids == wanted
+    within = torch.tensor([[3, 8, 4], [8, 8, 7]])
+    with raises(UsageError, "pad_token_id 8 also stands within a prompt. Give an attention_mask"):
+        model.generate(within, **other)
+    output = model.generate(within, attention_mask=torch.ones_like(within), **other)
+    assert output.token_ids == model.generate(within.tolist(), **other).token_ids
 
 
 SAME_VALUE = [
