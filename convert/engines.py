@@ -209,7 +209,7 @@ def _rules(head: HeadFacts, engine: str) -> Iterator[Fault]:
         yield from _of_eagle3(head, engine)
         yield from _of_layer(head, engine)
     elif engine in ("tensorrt-llm", "llama.cpp", "lmdeploy"):
-        problem = "it takes no EAGLE-1/2 head"
+        problem = f"{'its PyTorch backend' if engine == 'tensorrt-llm' else 'it'} takes no EAGLE-1/2 head"
         if engine == "lmdeploy":
             problem = "fc.bias raises KeyError, and a token map is not known"
         yield "error", problem, _BY_TOKEN_MAP if head.draft_vocab < head.target_vocab else ""
