@@ -39,10 +39,10 @@ class CompilePool:
     A job that cannot be compiled here counts as done: the launch compiles it again, and fails in full where it must.
     """
 
-    def __init__(self, capability: int, max_processes: int | None = None) -> None:
+    def __init__(self, capability: int) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.capability = capability
-        self.max_processes = max_processes or max(1, min(MAX_PROCESSES, cores - 1))
+        self.max_processes = max(1, min(MAX_PROCESSES, cores - 1))
         self._cache = writable_cache()
         self._worker: _Worker | None = None
         self._pipe: Connection | None = None

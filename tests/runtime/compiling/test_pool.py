@@ -33,7 +33,8 @@ with recording(jobs):
     prompt_chunks.begin_prompt(box, state)
     list_active(state)
     list_active(state)
-pool = CompilePool(90, 2)
+pool = CompilePool(90)
+pool.max_processes = 2
 """
 
 
@@ -229,7 +230,8 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_what_has_begun_is_finished_after_the_end(tmp_path: Path) -> None:
     """So that many short runs do not compile the same again and again."""
     script = """
-    pool = CompilePool(90, 1)
+    pool = CompilePool(90)
+    pool.max_processes = 1
     first, second = jobs
     pool.submit(jobs)
     pool.wait([first])
