@@ -157,10 +157,10 @@ def _mask_by_id(ids: Any, pad: int, is_end: bool) -> list[list[bool]] | None:
     """Return where padding is not; None where its id ends sequences. Raises `UsageError` where text may be padding."""
     kept = (ids != pad).tolist()
     before, behind = ([[*row[::way], True].index(True) for row in kept] for way in (1, -1))
+    is_within = any(False in row[i : len(row) - j] for row, i, j in zip(kept, before, behind, strict=True))
     # A single end behind some may be text.
-    is_padded = len({*before}) > 1 or max([0, *before, *behind]) > 1
-    inner = (row[first : len(row) - last] for row, first, last in zip(kept, before, behind, strict=True))
-    if is_padded if is_end else any(False in row for row in inner):
+    is_around = len({*before}) > 1 or max([0, *before, *behind]) > 1
+    if (is_end and is_around) or (is_within and not is_end):
         problem = "ends sequences and begins or ends some prompts" if is_end else "also stands within a prompt"
         raise UsageError(f"input_ids: pad_token_id {pad} {problem}. Give an attention_mask, of ones without padding.")
     return None if is_end else kept
